@@ -1,0 +1,3 @@
+"""A decoder-only language model with standard, full or block residuals."""
+
+from attnres_jax.models.config import ModelConfig as ModelConfig

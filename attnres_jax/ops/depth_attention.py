@@ -1,0 +1,185 @@
+"""Depth attention: a softmax over the outputs of earlier sub-layers, token by token.
+
+The whole idea of Attention Residuals (arXiv:2603.15031, section 3.1). Where a transformer adds
+every sub-layer's output into one residual stream, sub-layer l reads
+
+    h_l      = sum_i alpha_i v_i
+    alpha    = softmax_i(logit_i)
+    logit_i  = <w_l, RMSNorm(v_i)> = <w_l * g_l, v_i> / sqrt(mean_d(v_i**2) + eps)
+
+with raw outputs v_i as values, a learned pseudo-query w_l and key-norm gain g_l, one head, and no
+1/sqrt(d). With w_l = 0 every source weighs 1/n. Statistics, logits, softmax and sums are float32.
+
+Differentiating this line by line would keep float32 copies of every source. The derivative below
+keeps the sources themselves and scalars per token: inverse RMS, logits and their log-sum-exp. It is
+a JVP rule, so forward mode works; its tangent is computed under `jax.checkpoint`, so that reverse
+mode, its transpose, recomputes everything else.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from attnres_jax.ops.rms_norm import inverse_rms
+from attnres_jax.ops.sources import Sources, as_rows, check_vectors
+
+STATISTICS_NAME = "depth_attention_statistics"
+"""`checkpoint_name` of the scalars per token that the derivatives keep."""
+OUTPUT_NAME = "depth_attention_output"
+"""`checkpoint_name` of the arrays that reads return."""
+
+
+def depth_attention(
+    sources: Sources,
+    query_d: jax.Array,
+    gain_d: jax.Array,
+    *,
+    eps: float = 1e-6,
+    return_weights: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Reads the sources once: `sum_i softmax_i(<w, RMSNorm(v_i)>) v_i`.
+
+    Args:
+        sources: Arrays `[..., d]` of one shape and floating dtype, or a `Bank`.
+        query_d: Pseudo-query w, `[d]`.
+        gain_d: Gain g of the key norm, `[d]`.
+        eps: Added to the mean square of each source.
+        return_weights: Whether to return the depth weights too.
+
+    Returns:
+        `[..., d]` in the dtype of the sources, rounded once from float32; with `return_weights` also
+        float32 weights `[n, ...]`, which sum to 1 over n (zero for unfilled rows of a bank).
+
+    Raises:
+        ValueError: No source, or shapes or dtypes that do not fit.
+
+    References:
+        Attention Residuals, arXiv:2603.15031, equations 2 to 4.
+    """
+    rows, valid_n = as_rows(sources)
+    width = rows[0].shape[-1]
+    check_vectors("query_d", query_d, (width,))
+    check_vectors("gain_d", gain_d, (width,))
+    folded_sd = fold(query_d, gain_d)[None]
+    (output,), lse, logits = attend(rows, folded_sd, valid_n, eps)
+    if not return_weights:
+        return output
+    return output, softmax_weights(logits, lse, valid_n)[0]
+
+
+def fold(query: jax.Array, gain: jax.Array) -> jax.Array:
+    """Folds the key-norm gain into the pseudo-query, in float32: only their product is used."""
+    return query.astype(jnp.float32) * gain.astype(jnp.float32)
+
+
+def softmax_weights(logits: jax.Array, lse: jax.Array, valid_n: jax.Array | None) -> jax.Array:
+    """Depth weights float32 `[s, n, ...]` from logits `[s, n, ...]` and log-sum-exp `[s, ...]`."""
+    weights = jnp.exp(logits - lse[:, None])
+    if valid_n is None:
+        return weights
+    return jnp.where(_along_n(valid_n, logits), weights, 0.0)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def attend(
+    rows: tuple[jax.Array, ...], folded_sd: jax.Array, valid_n: jax.Array | None, eps: float
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Reads the same rows with S queries at once; `depth_attention` is S = 1.
+
+    Args:
+        rows: n arrays `[..., d]`.
+        folded_sd: float32 products of pseudo-query and gain.
+        valid_n: bool, which rows count; None means all.
+        eps: Added to the mean square of each row.
+
+    Returns:
+        S outputs `[..., d]` in the rows' dtype, their float32 log-sum-exp `[s, ...]`, and float32
+        logits `[s, n, ...]` (of all rows, also those that do not count).
+    """
+    outputs, lse, logits, _ = _attend(rows, folded_sd, valid_n, eps)
+    return outputs, lse, logits
+
+
+def _attend(rows, folded_sd, valid_n, eps):
+    inverse_rms_n = [inverse_rms(row, eps=eps) for row in rows]
+    logits = _stack_n(
+        [_dot(row, folded_sd) * r[None] for row, r in zip(rows, inverse_rms_n, strict=True)]
+    )
+    if len(rows) == 1 and valid_n is None:
+        outputs, lse = rows * folded_sd.shape[0], logits[:, 0]  # One source: the identity, exactly.
+    else:
+        counted = logits
+        if valid_n is not None:
+            counted = jnp.where(_along_n(valid_n, logits), logits, -jnp.inf)
+        lse = jax.nn.logsumexp(counted, axis=1)
+        weights = softmax_weights(logits, lse, valid_n)
+        outputs = tuple(_weighted_sum(w, rows).astype(rows[0].dtype) for w in weights)
+    lse, logits, inverse_rms_n = checkpoint_name((lse, logits, inverse_rms_n), STATISTICS_NAME)
+    return checkpoint_name(outputs, OUTPUT_NAME), lse, logits, inverse_rms_n
+
+
+@attend.defjvp
+def _attend_jvp(eps, primals, tangents):
+    rows, folded_sd, valid_n = primals
+    drows, dfolded_sd, _ = tangents
+    outputs, lse, logits, inverse_rms_n = _attend(rows, folded_sd, valid_n, eps)
+    tangents_out = jax.checkpoint(_attend_tangent)(
+        (rows, folded_sd, valid_n, lse, logits, inverse_rms_n), drows, dfolded_sd
+    )
+    return (outputs, lse, logits), tangents_out
+
+
+def _attend_tangent(kept, drows, dfolded_sd):
+    rows, folded_sd, valid_n, lse, logits, inverse_rms_n = kept
+    dtype = rows[0].dtype
+
+    def logits_tangent(row, drow, r, logits_s):
+        dlog_rms = jnp.square(r) * jnp.mean(_f32(row) * _f32(drow), axis=-1)
+        return (_dot(drow, folded_sd) + _dot(row, dfolded_sd)) * r[None] - logits_s * dlog_rms[None]
+
+    dlogits = _stack_n(
+        [
+            logits_tangent(row, drow, r, logits[:, i])
+            for i, (row, drow, r) in enumerate(zip(rows, drows, inverse_rms_n, strict=True))
+        ]
+    )
+    if len(rows) == 1 and valid_n is None:
+        return drows * folded_sd.shape[0], dlogits[:, 0], dlogits
+    weights = softmax_weights(logits, lse, valid_n)
+    dlse = jnp.sum(weights * dlogits, axis=1)
+    dweights = weights * (dlogits - dlse[:, None])
+    doutputs = tuple(
+        (_weighted_sum(w, drows) + _weighted_sum(dw, rows)).astype(dtype)
+        for w, dw in zip(weights, dweights, strict=True)
+    )
+    return doutputs, dlse, dlogits
+
+
+def _f32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _dot(row: jax.Array, vectors_sd: jax.Array) -> jax.Array:
+    """`<vector_s, row>` for every s: float32 `[s, ...]`."""
+    # HIGHEST: a TPU would otherwise round float32 operands to bfloat16.
+    products = jnp.einsum(
+        "...d,sd->...s", _f32(row), vectors_sd, precision=jax.lax.Precision.HIGHEST
+    )
+    return jnp.moveaxis(products, -1, 0)
+
+
+def _weighted_sum(weights_n: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
+    """`sum_n weights_n * rows_n`, float32 `[..., d]`."""
+    return sum(w[..., None] * _f32(row) for w, row in zip(weights_n, rows, strict=True))
+
+
+def _stack_n(per_source: list[jax.Array]) -> jax.Array:
+    """`[s, ...]` for each of n sources -> `[s, n, ...]`."""
+    return jnp.stack(per_source, axis=1)
+
+
+def _along_n(valid_n: jax.Array, like: jax.Array) -> jax.Array:
+    """bool `[n]` -> `[1, n, 1, ...]`, to broadcast against `[s, n, ...]`."""
+    return valid_n.reshape((1, -1) + (1,) * (like.ndim - 2))

@@ -1,0 +1,384 @@
+"""From documents to batches: split, shuffle, pack, and batch with grain.
+
+Training joins the shuffled documents, each followed by the tokenizer's end of document, into one
+endless stream and cuts it into windows of context + 1 tokens: there is no padding, and every epoch
+has its own order. The position in that stream (epoch, document, offset in a document that a window
+cuts) is the iterator's state, so that a resumed run sees what an uninterrupted one would have
+seen. The batches depend neither on the number of workers nor on prefetching.
+
+Validation is one fixed stream, cut into windows that overlap by one token.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import absl.flags
+import grain
+import numpy as np
+
+from train.sources import DataError as DataError
+from train.sources import TextDocuments, index_documents
+from train.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # Worker processes import this module, but need no model library.
+    from train.config import DataConfig
+
+SHARD_FORMAT = 1
+"""Version of the folders that `train.prepare` writes."""
+
+_DOCUMENTS_PER_WORKER = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenDocuments:
+    """Tokenised documents in ArrayRecord shards, split when `train.prepare` wrote them.
+
+    Attributes:
+        records: One document a record, without its end of document.
+        dtype: Of the stored ids, "<u2" or "<u4".
+        train: int64 [train documents], indices of documents.
+        validation: int64 [validation documents], indices of documents.
+        counts: Documents, tokens (each end of document is one) and bytes of both splits.
+    """
+
+    records: grain.sources.ArrayRecordDataSource
+    dtype: str
+    train: np.ndarray
+    validation: np.ndarray
+    counts: dict[str, int]
+
+
+type Documents = TextDocuments | TokenDocuments
+
+
+def load_documents(config: "DataConfig", tokenizer: Tokenizer) -> Documents:
+    """Finds, checks and splits all documents.
+
+    `counts` of the result holds `train_documents`, `train_bytes`, the same for `validation`, and,
+    for text sources, `skipped_records` and `skipped_empty`. `train_tokens` and
+    `validation_tokens` are there where they are known before everything is tokenised: for the byte
+    tokenizer and for prepared shards.
+
+    Raises:
+        DataError: A file or record cannot be used, or a split is empty.
+    """
+    if config.source == "array_record":
+        documents = _load_shards(config, tokenizer)
+    else:
+        documents = index_documents(config)
+        if tokenizer.fingerprint == "byte":
+            for split in ("train", "validation"):
+                tokens = documents.counts[f"{split}_bytes"] + documents.counts[f"{split}_documents"]
+                documents.counts[f"{split}_tokens"] = tokens
+    total = len(documents.train) + len(documents.validation)
+    for split, other in (("validation", "raise"), ("train", "lower")):
+        if not len(getattr(documents, split)):
+            raise DataError(
+                f"none of the {total} documents fell into the {split} split; give more text, "
+                f"{other} data.validation_fraction (now {config.validation_fraction}), or make "
+                f"shorter documents with data.max_document_bytes (now {config.max_document_bytes})"
+            )
+    return documents
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises a DataError if a model with `vocab_size` ids cannot read every id of the tokenizer."""
+    if vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size};"
+            f" set --model.vocab-size={tokenizer.vocab_size} or more"
+        )
+
+
+def document_tokens(documents: Documents, index: int, tokenizer: Tokenizer) -> np.ndarray:
+    """Reads one document as int32 ids, the end of the document last."""
+    if isinstance(documents, TokenDocuments):
+        ids = np.frombuffer(documents.records[index], documents.dtype)
+    else:
+        ids = tokenizer.encode(documents.text(index))
+    tokens = np.empty(len(ids) + 1, np.int32)
+    tokens[:-1], tokens[-1] = ids, tokenizer.end_of_document
+    return tokens
+
+
+def train_batches(
+    documents: Documents,
+    config: "DataConfig",
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    context: int,
+    seed: int,
+    shard_index: int = 0,
+    shard_count: int = 1,
+) -> grain.DatasetIterator:
+    """Gives endless batches {"tokens": int32 [batch_size, context + 1]}.
+
+    The model reads `tokens[:, :-1]` and predicts `tokens[:, 1:]`. The state (`get_state`,
+    `set_state`; JSON, so `grain.checkpoint.CheckpointSave` and `CheckpointRestore` take the
+    iterator) belongs to the same documents, tokenizer and arguments, and to the same
+    `config.workers`. Call `close` on the iterator when done: it stops threads and processes.
+
+    Args:
+        documents: From `load_documents`.
+        config: For `workers`, which read and tokenise, and `prefetch`, the batches kept ready.
+        tokenizer: That of `load_documents`.
+        batch_size: Sequences in a batch of this shard.
+        context: Tokens that are predicted in a sequence.
+        seed: Of the order of documents, below 2**32.
+        shard_index: Which share of the documents to read, usually the process's index.
+        shard_count: Into how many shares the documents are divided; no document is in two.
+
+    Raises:
+        DataError: There are fewer documents than shards, or fewer than context + 1 tokens.
+    """
+    if len(documents.train) < shard_count:
+        raise DataError(
+            f"{len(documents.train)} training documents cannot be shared among {shard_count} "
+            "processes; make shorter documents with data.max_document_bytes, or use fewer processes"
+        )
+    available = 0
+    for index in documents.train.tolist():
+        available += len(document_tokens(documents, index, tokenizer))
+        if available > context:
+            break
+    else:
+        raise DataError(
+            f"context={context} is longer than the data: a sequence takes {context + 1} tokens "
+            f"and the training split has {available}; lower context or give more text"
+        )
+    if not absl.flags.FLAGS.is_parsed():
+        # Grain reads its own flags when it starts workers, and this program has no absl main.
+        absl.flags.FLAGS.mark_as_parsed()
+    source = _Split(documents, documents.train[shard_index::shard_count], tokenizer)
+    dataset = (
+        grain.MapDataset.source(source)
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        .mp_prefetch(
+            grain.MultiprocessingOptions(config.workers, _DOCUMENTS_PER_WORKER), _begin_worker
+        )
+    )
+    # Packed after the workers, so that their number does not change the batches.
+    dataset = _Pack(dataset, length_struct={"tokens": context + 1})
+    dataset = dataset.map(_only_tokens).batch(batch_size, drop_remainder=True)
+    return iter(
+        grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=config.prefetch)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The held-out tokens of one evaluation.
+
+    Attributes:
+        batches: {"tokens": int32 [batch_size, context + 1], "weights": float32 [batch_size,
+            context]}. The weight is 1 for a token to be predicted and 0 for padding. All shards
+            have equally many batches.
+        tokens: Predicted tokens in the batches of all shards together.
+        bytes: UTF-8 bytes that those tokens stand for, the end of a document for none. Bits per
+            byte are the summed loss of all shards in nats / ln 2 / bytes.
+    """
+
+    batches: list[dict[str, np.ndarray]]
+    tokens: int
+    bytes: int
+
+
+def validation_batches(
+    documents: Documents,
+    config: "DataConfig",
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    context: int,
+    max_tokens: int,
+    shard_index: int = 0,
+    shard_count: int = 1,
+) -> Validation:
+    """Gives the first `max_tokens` held-out tokens, each predicted exactly once.
+
+    The stream begins with an end of document, so that the first token is predicted too. Windows
+    overlap by one token. All of it is held in memory, at 8 bytes a token.
+
+    Args:
+        documents: From `load_documents`.
+        config: Not used beyond what `documents` holds; here for symmetry with `train_batches`.
+        tokenizer: That of `load_documents`.
+        batch_size: Sequences in a batch of this shard.
+        context: Tokens that are predicted in a sequence.
+        max_tokens: Predicted tokens at most, over all shards.
+        shard_index: Which share of every evaluation batch to give.
+        shard_count: Into how many shares every evaluation batch is divided.
+
+    Raises:
+        DataError: `max_tokens` is below 1.
+    """
+    if max_tokens < 1:
+        raise DataError(f"evaluation_tokens={max_tokens} must be at least 1")
+    parts, count = [np.array([tokenizer.end_of_document], np.int32)], 0
+    for index in documents.validation.tolist():
+        parts.append(document_tokens(documents, index, tokenizer))
+        count += len(parts[-1])
+        if count >= max_tokens:
+            break
+    count = min(count, max_tokens)
+    predicted = np.concatenate(parts)[1 : count + 1]
+
+    rows_per_batch = batch_size * shard_count
+    batch_count = -(-count // (rows_per_batch * context))
+    rows = batch_count * rows_per_batch
+    stream = np.full(rows * context + 1, tokenizer.end_of_document, np.int32)
+    stream[1 : count + 1] = predicted
+    windows = np.lib.stride_tricks.sliding_window_view(stream, context + 1)[::context]
+    windows = windows.reshape(batch_count, shard_count, batch_size, context + 1)
+    weights = (np.arange(rows * context) < count).astype(np.float32)
+    weights = weights.reshape(batch_count, shard_count, batch_size, context)
+    return Validation(
+        batches=[
+            {"tokens": windows[i, shard_index].copy(), "weights": weights[i, shard_index]}
+            for i in range(batch_count)
+        ],
+        tokens=count,
+        bytes=int(tokenizer.token_bytes[predicted].sum()),
+    )
+
+
+class _Split:
+    """Random access to the tokens of some documents, for grain."""
+
+    def __init__(self, documents: Documents, indices: np.ndarray, tokenizer: Tokenizer):
+        self._documents, self._indices, self._tokenizer = documents, indices, tokenizer
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        document = int(self._indices[index])
+        return {"tokens": document_tokens(self._documents, document, self._tokenizer)}
+
+    def __repr__(self) -> str:
+        return f"_Split({len(self)} documents)"
+
+
+class _Pack(grain.experimental.ConcatThenSplitIterDataset):
+    """Grain's packing, with a state that survives JSON."""
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _PackIterator(super().__iter__())
+
+
+class _PackIterator(grain.DatasetIterator):
+    """Gives restored states back the tuples that JSON turned into lists.
+
+    Grain compares the slice of the document that a window has cut with a tuple that means "no
+    document". A list is never equal to it, and a document would be dropped.
+    """
+
+    def __init__(self, packing: grain.DatasetIterator):
+        super().__init__(packing)
+        self._packing = packing
+
+    def __next__(self):
+        return next(self._packing)
+
+    def get_state(self):
+        return self._packing.get_state()
+
+    def set_state(self, state):
+        slices = {name: tuple(bounds) for name, bounds in state["remainder_slices"].items()}
+        self._packing.set_state({**state, "remainder_slices": slices})
+
+
+def _only_tokens(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"tokens": packed["tokens"]}
+
+
+def _begin_worker(index: int, count: int) -> None:
+    """Leaves Ctrl-C to the main process, and ends the worker when that process is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _load_shards(config: "DataConfig", tokenizer: Tokenizer) -> TokenDocuments:
+    shards: dict[str, list[str]] = {"train": [], "validation": []}
+    counts: dict[str, int] = {}
+    dtypes = set()
+    for path in config.paths:
+        folder = pathlib.Path(path).expanduser()
+        metadata = _read_metadata(folder, tokenizer)
+        dtypes.add(metadata["dtype"])
+        for split, files in shards.items():
+            for name, records in metadata["splits"][split]["shards"].items():
+                files.append(_checked_shard(folder / name, records))
+            for unit in ("documents", "tokens", "bytes"):
+                key = f"{split}_{unit}"
+                counts[key] = counts.get(key, 0) + metadata["splits"][split][unit]
+    first_validation = counts["train_documents"]
+    return TokenDocuments(
+        records=grain.sources.ArrayRecordDataSource(shards["train"] + shards["validation"]),
+        dtype=dtypes.pop(),
+        train=np.arange(first_validation),
+        validation=np.arange(first_validation, first_validation + counts["validation_documents"]),
+        counts=counts,
+    )
+
+
+def _read_metadata(folder: pathlib.Path, tokenizer: Tokenizer) -> dict:
+    path = folder / "metadata.json"
+    if not path.is_file():
+        raise DataError(
+            f'data.paths: "{folder}" is not a folder written by `python -m train.prepare` '
+            "(it has no metadata.json)"
+        )
+    try:
+        metadata = json.loads(path.read_bytes())
+        version, fingerprint = metadata["format_version"], metadata["tokenizer"]
+        max_id = metadata["max_id"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from error
+    if version != SHARD_FORMAT:
+        raise DataError(
+            f"{path}: format version {version} is not {SHARD_FORMAT}, the one read here; "
+            "prepare the data again"
+        )
+    if fingerprint != tokenizer.fingerprint:
+        wanted = "byte" if fingerprint == "byte" else folder / "tokenizer.json"
+        raise DataError(
+            f"{folder} was written with another tokenizer than data.tokenizer; "
+            f"set --data.tokenizer={wanted}"
+        )
+    if max_id >= tokenizer.vocab_size:
+        raise DataError(
+            f"{path}: the shards hold id {max_id}, outside the tokenizer's {tokenizer.vocab_size} "
+            "ids; prepare the data again"
+        )
+    return metadata
+
+
+def _checked_shard(path: pathlib.Path, records: int) -> str:
+    try:
+        with grain.sources.ArrayRecordDataSource(str(path)) as source:
+            found = len(source)
+    except Exception as error:  # The reader raises bare RuntimeError and others.
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: not a readable ArrayRecord file ({reason})") from error
+    if found != records:
+        raise DataError(f"{path}: holds {found} documents, and metadata.json says {records}")
+    return str(path)

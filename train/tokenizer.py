@@ -3,13 +3,13 @@
 import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from train.sources import DataError, did_you_mean
+from train.files import DataError, did_you_mean
 
 END_OF_DOCUMENT = "<|end_of_document|>"
 """The token that a tokenizer.json must have."""
@@ -48,7 +48,7 @@ class SubwordTokenizer:
     Only byte-level tokenizers (GPT-2, Llama 3, Qwen and those that `train.prepare` trains) are
     taken: with them every token stands for a known number of bytes, so that bits per byte are
     exact. Special tokens that are spelled out in the text are encoded as ordinary text, so that no
-    document can end itself.
+    document can end itself. `content` is the file itself.
     """
 
     def __init__(self, content: bytes, name: str):
@@ -72,7 +72,7 @@ class SubwordTokenizer:
         if END_OF_DOCUMENT not in vocabulary:
             hint = did_you_mean(END_OF_DOCUMENT, vocabulary)
             raise DataError(f"{name}: there is no {END_OF_DOCUMENT} token; add it{hint}")
-        self._content, self._name = content, name
+        self.content, self._name = content, name
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document = vocabulary[END_OF_DOCUMENT]
         self.fingerprint = hashlib.sha256(content).hexdigest()
@@ -85,7 +85,7 @@ class SubwordTokenizer:
 
     def __reduce__(self):
         # A worker process must get the settings that a pickled `tokenizers.Tokenizer` loses.
-        return SubwordTokenizer, (self._content, self._name)
+        return SubwordTokenizer, (self.content, self._name)
 
     def encode(self, text: bytes) -> np.ndarray:
         """Gives the int32 ids of UTF-8 text, without the end of the document."""
@@ -120,23 +120,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     return SubwordTokenizer(content, name)
 
 
-def train_tokenizer(texts, vocab_size: int) -> bytes:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a byte-level BPE tokenizer.
 
     Args:
-        texts: Iterable of str.
-        vocab_size: Tokens to learn at most, the end of the document and 256 bytes among them.
+        texts: Documents.
+        vocab_size: Tokens at most; the end of a document and the 256 bytes are always among them.
 
     Returns:
         The content of tokenizer.json.
-
-    Raises:
-        DataError: `vocab_size` is below 257.
     """
-    if vocab_size < 257:
-        raise DataError(
-            f"vocab_size={vocab_size} is too small: 256 bytes and the end of a document need 257"
-        )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,3 +1,4 @@
 """A decoder-only language model with standard, full or block residuals."""
 
 from attnres_jax.models.config import ModelConfig as ModelConfig
+from attnres_jax.models.transformer import TransformerLM as TransformerLM

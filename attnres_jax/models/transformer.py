@@ -1,0 +1,279 @@
+"""A decoder-only language model whose residual connections are a setting.
+
+The forward pass is a python loop over blocks. Inside one, consecutive sub-layers are scanned in
+pairs, so that compile time grows with the number of blocks and not of layers. That is why the
+parameters of all layers are stacked along a leading axis.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from attnres_jax.models.config import ModelConfig
+from attnres_jax.models.sublayers import (
+    KINDS,
+    Run,
+    run_sublayers,
+    split_into_runs,
+    split_leading,
+)
+from attnres_jax.modules import Attention, AttentionResidual, FeedForward, ReadVectors, RMSNorm
+from attnres_jax.ops import inter_block, merge, rms_norm
+from attnres_jax.ops.block import block_boundaries, join_weights
+
+
+class _Layer(NamedTuple):
+    """Parameters of one sub-layer, or of several stacked."""
+
+    norm_gain: jax.Array
+    state: nnx.State
+
+
+class _Read(NamedTuple):
+    """Phase 1 of one read, and what phase 2 needs besides."""
+
+    output: jax.Array
+    lse: jax.Array
+    weights: jax.Array | None
+    query_d: jax.Array
+    gain_d: jax.Array
+
+
+class TransformerLM(nnx.Module):
+    """Token ids to next-token logits, with standard, Full or Block Attention Residuals.
+
+    Every layer is attention then SwiGLU, each behind its own RMSNorm. Used functionally:
+
+        graphdef, params = nnx.split(TransformerLM(config, rngs=nnx.Rngs(0)), nnx.Param)
+        logits = nnx.merge(graphdef, params)(tokens)
+
+    Attributes:
+        embedding_table: float32 `[v, d]`; also the output head when embeddings are tied.
+        attention: Attention of all layers, each parameter stacked along a leading axis.
+        attention_norm: The norms before them, stacked.
+        feed_forward: Feed-forward of all layers, stacked.
+        feed_forward_norm: The norms before them, stacked.
+        reads: Pseudo-queries and key-norm gains of the reads before the L sub-layers; None for the
+            standard residual, as is `final_read`.
+        final_read: The read before the final norm.
+        final_norm: The norm before the head.
+        head_kernel: float32 `[d, v]`, or None when embeddings are tied.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Creates the parameters that `config` describes, in float32."""
+        c = self.config = config
+        initial_table = nnx.initializers.normal(c.embedding_std)
+        self.embedding_table = nnx.Param(initial_table(rngs.params(), (c.vocab_size, c.width)))
+
+        @nnx.split_rngs(splits=c.num_layers)
+        @nnx.vmap
+        def layers(rngs):
+            attention = Attention(
+                c.width,
+                c.num_heads,
+                c.num_kv_heads or c.num_heads,
+                c.head_width or c.width // c.num_heads,
+                rope_theta=c.rope_theta,
+                rngs=rngs,
+            )
+            feed_forward = FeedForward(c.width, c.feed_forward_width, rngs=rngs)
+            return attention, RMSNorm(c.width), feed_forward, RMSNorm(c.width)
+
+        self.attention, self.attention_norm, self.feed_forward, self.feed_forward_norm = layers(
+            rngs
+        )
+        reads = c.residual != "standard"
+        self.reads = ReadVectors(2 * c.num_layers, c.width) if reads else None
+        self.final_read = AttentionResidual(c.width, eps=c.norm_eps) if reads else None
+        self.final_norm = RMSNorm(c.width)
+        if c.tie_embeddings:
+            self.head_kernel = None
+        else:
+            initial_kernel = nnx.initializers.lecun_normal()
+            self.head_kernel = nnx.Param(initial_kernel(rngs.params(), (c.width, c.vocab_size)))
+
+    def __call__(
+        self, tokens_bt: jax.Array, *, capture: bool = False
+    ) -> jax.Array | tuple[jax.Array, dict[str, Any]]:
+        """Computes the logits of the next token at every position.
+
+        Args:
+            tokens_bt: Integer token ids below `vocab_size`.
+            capture: Whether to return what the reads did.
+
+        Returns:
+            float32 logits `[b, t, v]`; with `capture` also a dict of
+            `depth_weights`, for each of the L + 1 reads float32 `[n, b, t]` (no reads for the
+            standard residual), and `hidden_norm`, float32 `[L + 1]`: the root mean square of what
+            each sub-layer and the head read, before their norms.
+        """
+        c = self.config
+        hidden_btd = self.embedding_table[...].astype(c.compute_dtype)[tokens_bt]
+        plan = plan_blocks(c)
+        captured = []
+        if c.residual == "standard":
+            for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
+                run_block = partial(self._standard_block, groups, capture)
+                hidden_btd, ones = self._recompute("block", run_block)(hidden_btd, parameters)
+                captured += ones
+            num_sources = 1
+        else:
+            sources = (hidden_btd,)
+            for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
+                run_block = partial(self._attention_residual_block, groups, capture)
+                block_sum, ones = self._recompute("block", run_block)(sources, parameters)
+                sources = (*sources, block_sum)
+                captured += ones
+            num_sources = len(sources)
+            hidden_btd, final_weights = self.final_read(sources, return_weights=True)
+        normed_btd = self.final_norm(hidden_btd, eps=self._norm_eps(num_sources))
+        logits_btv = self._head(normed_btd)
+        if not capture:
+            return logits_btv
+        weights, mean_squares = map(list, zip(*captured, strict=True))
+        mean_squares.append(_mean_square(hidden_btd))
+        return logits_btv, {
+            "depth_weights": [] if c.residual == "standard" else [*weights, final_weights],
+            "hidden_norm": jnp.sqrt(jnp.stack(mean_squares)),
+        }
+
+    def _attention_residual_block(self, groups, capture, sources, parameters):
+        """Algorithm 1 of the paper for one block: returns its sum and what was captured."""
+        c, n = self.config, len(sources)
+        sum_dtype = jnp.float32 if c.float32_partial_sum else c.compute_dtype
+
+        def sublayer(kind, carry, layer, read):
+            if carry is None:  # A block's first read has no partial sum to merge.
+                partial_sum = jnp.zeros(read.output.shape, sum_dtype)
+                hidden = rms_norm(read.output, layer.norm_gain, eps=self._norm_eps(n))
+                one = (read.weights, _mean_square(read.output)) if capture else None
+            else:
+                partial_sum, hidden, gate = merge(
+                    read.output,
+                    read.lse,
+                    *carry,
+                    read.query_d,
+                    read.gain_d,
+                    norm_gain_d=layer.norm_gain,
+                    eps=c.norm_eps,
+                    norm_eps=self._norm_eps(n + 1),
+                    return_gate=True,
+                )
+                one = _captured(read, gate, partial_sum) if capture else None
+            return (partial_sum, self._apply(kind, layer, hidden)), one
+
+        step = self._recompute("full", sublayer, static_argnums=(0,))
+        carry, captured = None, []
+        for runs, (query_sd, gain_sd, layers_of_runs) in zip(groups, parameters, strict=True):
+            outputs, lse, weights_snbt = inter_block(
+                sources, query_sd, gain_sd, eps=c.norm_eps, return_weights=True
+            )
+            weights = weights_snbt if capture else [None] * len(outputs)
+            reads = list(map(_Read, outputs, lse, weights, query_sd, gain_sd))
+            for run, layers in zip(runs, layers_of_runs, strict=True):
+                offset = run.start - runs[0].start
+                reads_of_run = reads[offset : offset + run.stop - run.start]
+                carry, ones = run_sublayers(step, carry, run, layers, reads_of_run)
+                captured += ones
+        partial_sum, update = carry
+        return (partial_sum + update.astype(sum_dtype)).astype(c.compute_dtype), captured
+
+    def _standard_block(self, groups, capture, hidden_btd, parameters):
+        """The same sub-layers around a plain residual stream."""
+
+        def sublayer(kind, hidden_btd, layer, _):
+            normed_btd = rms_norm(hidden_btd, layer.norm_gain, eps=self._norm_eps(1))
+            one = (None, _mean_square(hidden_btd)) if capture else None
+            return hidden_btd + self._apply(kind, layer, normed_btd), one
+
+        step = self._recompute("full", sublayer, static_argnums=(0,))
+        captured = []
+        for runs, (_, _, layers_of_runs) in zip(groups, parameters, strict=True):
+            for run, layers in zip(runs, layers_of_runs, strict=True):
+                nothing = [None] * (run.stop - run.start)
+                hidden_btd, ones = run_sublayers(step, hidden_btd, run, layers, nothing)
+                captured += ones
+        return hidden_btd, captured
+
+    def _apply(self, kind: str, layer: _Layer, normed_btd: jax.Array) -> jax.Array:
+        graphdef = nnx.graphdef(getattr(self, kind))
+        return nnx.merge(graphdef, layer.state)(normed_btd)
+
+    def _head(self, normed_btd: jax.Array) -> jax.Array:
+        if self.head_kernel is None:
+            kernel, equation = self.embedding_table[...], "btd,vd->btv"
+        else:
+            kernel, equation = self.head_kernel[...], "btd,dv->btv"
+        return jnp.einsum(
+            equation,
+            normed_btd,
+            kernel.astype(normed_btd.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    def _split_into_blocks(self, plan: list[list[list[Run]]]) -> list[list[tuple]]:
+        """For each block, for each group: queries, gains and the layers of each of its runs."""
+        stacked = {
+            kind: _Layer(
+                getattr(self, f"{kind}_norm").gain[...], nnx.state(getattr(self, kind), nnx.Param)
+            )
+            for kind in KINDS
+        }
+        groups = [runs for block in plan for runs in block]
+        layers = iter(split_into_runs(stacked, [run for runs in groups for run in runs]))
+        if self.reads is None:
+            vectors = iter([(None, None)] * len(groups))
+        else:
+            sizes = [runs[-1].stop - runs[0].start for runs in groups]
+            vectors = iter(split_leading((self.reads.query[...], self.reads.gain[...]), sizes))
+        return [
+            [(*next(vectors), [next(layers) for _ in runs]) for runs in block] for block in plan
+        ]
+
+    def _norm_eps(self, num_sources: int) -> float:
+        """With zero queries a read is the mean of n sources: eps / n**2 undoes that 1 / n."""
+        return self.config.norm_eps / (num_sources**2 if self.config.retrofit else 1)
+
+    def _recompute(self, level: str, function: Callable, **kwargs: Any) -> Callable:
+        wanted = {"none": (), "block": ("block",), "full": ("block", "full")}
+        if level not in wanted[self.config.remat]:
+            return function
+        return jax.checkpoint(function, **kwargs)
+
+
+def plan_blocks(config: ModelConfig) -> list[list[list[Run]]]:
+    """Cuts the sub-layers into blocks, those into groups that share a phase 1, those into runs.
+
+    A run is what `run_sublayers` may scan; a block's first sub-layer, whose read has no partial
+    sum, is one of its own.
+    """
+    num_sublayers = 2 * config.num_layers
+    if config.residual == "standard":
+        return [[[Run(a, b)]] for a, b in block_boundaries(num_sublayers, config.block_size)]
+    block_size = 1 if config.residual == "full" else config.block_size
+    plan = []
+    for start, stop in block_boundaries(num_sublayers, block_size):
+        size = config.reads_per_group or block_size
+        groups = [[Run(a, min(a + size, stop))] for a in range(start, stop, size)]
+        first = groups[0][0]
+        groups[0] = [Run(start, start + 1)]
+        if first.stop > start + 1:
+            groups[0].append(Run(start + 1, first.stop))
+        plan.append(groups)
+    return plan
+
+
+def _captured(read: _Read, gate: jax.Array, partial_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Depth weights of a merged read, and the mean square of what it returned."""
+    hidden_btd = (1 - gate)[..., None] * read.output.astype(jnp.float32)
+    hidden_btd += gate[..., None] * partial_sum.astype(jnp.float32)
+    return join_weights(read.weights, gate), _mean_square(hidden_btd)
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))

@@ -1,0 +1,80 @@
+"""Causal self-attention with rotary positions and grouped queries."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+_init_in = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
+_init_out = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention, arXiv:2305.13245. Its norm comes before, outside.
+
+    Attributes:
+        query_kernel: float32 `[d, h, k]`.
+        key_kernel: float32 `[d, g, k]`.
+        value_kernel: float32 `[d, g, k]`.
+        output_kernel: float32 `[h, k, d]`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_width: int,
+        *,
+        rope_theta: float = 10_000.0,
+        rngs: nnx.Rngs,
+    ):
+        """Creates the four kernels, normal with variance 1 / fan-in.
+
+        Args:
+            width: Width d of what is read and written.
+            num_heads: Query heads h.
+            num_kv_heads: Key and value heads g; divides h.
+            head_width: Width k of a head; even, for the rotary embedding.
+            rope_theta: Base of the rotary embedding.
+            rngs: Where the initial values come from.
+        """
+        self.query_kernel = nnx.Param(_init_in(rngs.params(), (width, num_heads, head_width)))
+        self.key_kernel = nnx.Param(_init_in(rngs.params(), (width, num_kv_heads, head_width)))
+        self.value_kernel = nnx.Param(_init_in(rngs.params(), (width, num_kv_heads, head_width)))
+        self.output_kernel = nnx.Param(_init_out(rngs.params(), (num_heads, head_width, width)))
+        self.rope_theta = rope_theta
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps normalised `[b, t, d]` to `[b, t, d]`, in the dtype of `x`."""
+        query_bthk = jnp.einsum("btd,dhk->bthk", x, self.query_kernel[...].astype(x.dtype))
+        key_btgk = jnp.einsum("btd,dgk->btgk", x, self.key_kernel[...].astype(x.dtype))
+        value_btgk = jnp.einsum("btd,dgk->btgk", x, self.value_kernel[...].astype(x.dtype))
+        mixed_bthk = jax.nn.dot_product_attention(
+            rotary_embedding(query_bthk, theta=self.rope_theta),
+            rotary_embedding(key_btgk, theta=self.rope_theta),
+            value_btgk,
+            is_causal=True,
+        )
+        return jnp.einsum("bthk,hkd->btd", mixed_bthk, self.output_kernel[...].astype(x.dtype))
+
+
+def rotary_embedding(x_bthk: jax.Array, *, theta: float) -> jax.Array:
+    """Rotates each pair (i, i + k/2) by `position * theta**(-2i/k)`, in float32.
+
+    Args:
+        x_bthk: Queries or keys, any floating dtype; position is the index along t.
+        theta: Base of the frequencies.
+
+    Returns:
+        The same shape and dtype.
+
+    References:
+        RoFormer, arXiv:2104.09864, section 3.2.2, with the halves in place of neighbours.
+    """
+    t, k = x_bthk.shape[1], x_bthk.shape[3]
+    frequency_k = theta ** (-jnp.arange(0, k, 2, dtype=jnp.float32) / k)
+    angle_tk = jnp.arange(t, dtype=jnp.float32)[:, None] * frequency_k[None]
+    cos, sin = jnp.cos(angle_tk)[None, :, None], jnp.sin(angle_tk)[None, :, None]
+    first, second = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_bthk.dtype)

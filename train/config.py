@@ -1,7 +1,10 @@
 """Everything a training run can be told, as frozen dataclasses that the command line overrides."""
 
 import dataclasses
-from typing import Literal
+import json
+import types
+import typing
+from typing import Any, Literal
 
 from attnres_jax import ModelConfig
 
@@ -30,6 +33,24 @@ class DataConfig:
     prefetch: int = 4
     """Batches that each worker keeps ready."""
 
+    def __post_init__(self) -> None:
+        _check_types(self, "data.")
+        _require(self.source == "stdlib" or self.paths, "data.paths", self.paths, "needs a file")
+        _require(
+            self.source != "stdlib" or not self.paths,
+            "data.paths",
+            self.paths,
+            "is not used by data.source='stdlib'; name the source of these files",
+        )
+        _require(
+            0 < self.validation_fraction < 1,
+            "data.validation_fraction",
+            self.validation_fraction,
+            "must be between 0 and 1, both excluded",
+        )
+        _require_at_least(self, "data.", 1, "max_document_bytes", "prefetch")
+        _require_at_least(self, "data.", 0, "workers")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -56,14 +77,28 @@ class OptimizerConfig:
     accumulate: int = 1
     """Microbatches whose gradients are averaged into one update; must divide the batch size."""
 
+    def __post_init__(self) -> None:
+        _check_types(self, "optimizer.")
+        for name in ("learning_rate", "epsilon"):
+            value = getattr(self, name)
+            _require(value > 0, f"optimizer.{name}", value, "must be above 0")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name}", value, "must be at least 0 and below 1")
+        for name in ("decay_fraction", "final_fraction"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"optimizer.{name}", value, "must be from 0 to 1")
+        _require_at_least(self, "optimizer.", 0, "warmup_steps", "weight_decay", "clip_norm")
+        _require_at_least(self, "optimizer.", 1, "accumulate")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """One training run."""
 
     model: ModelConfig
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     workdir: str
     """Folder for the resolved config, metrics and checkpoints; a run found there is resumed."""
     steps: int
@@ -85,6 +120,99 @@ class Config:
     keep_checkpoints: int = 2
     """Newest checkpoints to keep."""
     non_finite: Literal["halt", "skip"] = "halt"
-    """At a loss or gradient that is not finite: stop, or leave parameters and moments as they are."""
+    """At a loss or gradient that is not finite: stop, or skip the update and go on."""
     max_skipped_steps: int = 10
     """Stop after this many skipped steps in a row."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "")
+        _check_types(self.model, "model.")
+        _require(self.workdir != "", "workdir", self.workdir, "must name a folder")
+        _require_at_least(
+            self,
+            "",
+            1,
+            *("steps", "batch_size", "context", "log_every", "evaluate_every", "evaluation_tokens"),
+            *("checkpoint_every", "keep_checkpoints", "max_skipped_steps"),
+        )
+        _require_at_least(self, "", 0, "seed")
+        _require(
+            self.batch_size % self.optimizer.accumulate == 0,
+            "optimizer.accumulate",
+            self.optimizer.accumulate,
+            f"must divide batch_size ({self.batch_size})",
+        )
+        warmup, decay = self.optimizer.warmup_steps, 0
+        if self.optimizer.schedule == "wsd":
+            decay = round(self.optimizer.decay_fraction * self.steps)
+        _require(
+            warmup + decay <= self.steps,
+            "optimizer.warmup_steps",
+            warmup,
+            f"and {decay} steps of decay do not fit into steps ({self.steps})"
+            if decay
+            else f"must be at most steps ({self.steps})",
+        )
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The configuration as values that JSON has."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_json(values: dict[str, Any]) -> Config:
+    """The configuration that `to_json` was given.
+
+    Raises:
+        ValueError: The values were written by a version with other settings.
+    """
+    try:
+        data = values["data"] | {"paths": tuple(values["data"]["paths"])}
+        return Config(
+            **values
+            | {
+                "model": ModelConfig(**values["model"]),
+                "data": DataConfig(**data),
+                "optimizer": OptimizerConfig(**values["optimizer"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the stored configuration is not of this version: {error}") from error
+
+
+def _require(condition: object, name: str, value: object, rule: str) -> None:
+    """Raises a ValueError naming the setting, its value and the rule that it breaks."""
+    if not condition:
+        raise ValueError(f"{name}: {value!r} {rule}")
+
+
+def _require_at_least(instance: object, prefix: str, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(instance, name)
+        _require(value >= least, prefix + name, value, f"must be at least {least}")
+
+
+def _check_types(instance: Any, prefix: str) -> None:
+    """Refuses a field of another type: a config file is python, which would not notice."""
+    for name, annotation in typing.get_type_hints(type(instance)).items():
+        value = getattr(instance, name)
+        if not _has_type(value, annotation):
+            wanted = getattr(annotation, "__name__", None) or str(annotation)
+            if typing.get_origin(annotation) is not None:
+                wanted = str(annotation).replace("typing.", "")
+            raise ValueError(f"{prefix}{name}: {value!r} must be of type {wanted}")
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return any(value is choice or value == choice for choice in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return any(_has_type(value, choice) for choice in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, arguments[0]) for item in value)
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)

@@ -23,9 +23,9 @@ What happens to odd text:
 
 A document belongs to validation by the BLAKE2 hash of its name, "path:number". The path counts
 from the fixed part of the pattern, so that moving a folder moves no document between the splits.
-The number is that of the JSONL line, the row or, for text files, the piece; a record and a file of
-the standard library stay in one split even when cut. Validation is kept in the order of the hashes,
-so that its beginning is a fair sample.
+The number is that of the JSONL line or Parquet row, from 1, or of the piece of a text file, from 0;
+a record, and a file of the standard library (number 0), stay in one split even when cut.
+Validation is kept in the order of the hashes, so that its beginning is a fair sample.
 """
 
 import array

@@ -164,6 +164,12 @@ def test_bad_text_is_skipped_and_counted(tmp_path, case):
     assert texts(documents) == [b"good"] * content.count(LINE)
 
 
+def test_lines_are_counted_over_pieces(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthree\n\xff\n")
+    with pytest.raises(DataError, match=r"a\.txt:4: is not UTF-8"):
+        scan(tmp_path / "a.txt", max_document_bytes=6)
+
+
 def test_only_the_piece_with_bad_bytes_is_skipped(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\nt\xffo\nthree\n")
     documents = scan(tmp_path / "a.txt", max_document_bytes=6, bad_records="skip")

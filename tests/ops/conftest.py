@@ -7,3 +7,12 @@ def strict_dtype_promotion():
     """The ops must run in programs that forbid implicit dtype promotion."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules that compile many small programs, each to run it once."""
+    previous = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", previous)

@@ -10,8 +10,9 @@ import pytest
 from attnres_jax.ops import depth_attention
 from tests import oracles
 
-HALF_DTYPES = [jnp.bfloat16, jnp.float16]
-DTYPES = [jnp.float32, *HALF_DTYPES]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
 @partial(jax.jit, static_argnames="eps")

@@ -10,6 +10,8 @@ import pytest
 from attnres_jax.ops import depth_attention, inter_block, merge, rms_norm
 from tests import oracles
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 T, D = 3, 16
 
@@ -326,19 +328,21 @@ def two_phase_stack(embedding, parameters, block_size):
 
 @pytest.mark.parametrize("form", [direct_stack, two_phase_stack])
 @pytest.mark.parametrize(
-    "n_sublayers, block_size",
-    [(1, 1), (1, 4), (2, 1), (4, 2), (5, 1), (5, 2), (5, 3), (7, 3), (6, 6), (4, 8), (10, 4)],
+    "n_sublayers, block_size, jit",
+    [(n, s, False) for n in (1, 2, 4, 5, 7) for s in (1, 2, 3, 4, 8)]
+    + [(10, 4, False), (6, 6, False), (5, 2, True)],
 )
-def test_stack_matches_the_oracle(n_sublayers, block_size, form):
+def test_stack_matches_the_oracle(n_sublayers, block_size, jit, form):
     parameters = float32(oracles.stack_parameters(0, n_sublayers, D, query_scale=2.0))
     embedding, cotangent = float32((oracles.normal(10, T, D), oracles.normal(11, T, D)))
 
-    @jax.jit
     def values_and_gradients(embedding, parameters):
         function = partial(form, block_size=block_size)
         hidden, pullback = jax.vjp(function, embedding, parameters)
         return hidden, *pullback(cotangent)
 
+    if jit:
+        values_and_gradients = jax.jit(values_and_gradients)
     hidden, dembedding, dparameters = values_and_gradients(embedding, parameters)
     exact = oracles.float64((embedding, parameters))
     # A block of one sub-layer is Full Attention Residuals.

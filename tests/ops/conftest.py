@@ -12,7 +12,7 @@ def strict_dtype_promotion():
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For modules that compile many small programs, each to run it once."""
-    previous = jax.config.jax_disable_most_optimizations
+    previous = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", previous)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.train.tiny_run import VOCAB, StandIn
+from tests.train.tiny_run import VOCAB, StandIn, one_device
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
 from train.step import (
@@ -22,7 +22,7 @@ CONFIG = OptimizerConfig(learning_rate=0.01, warmup_steps=3)
 
 def build(config=CONFIG, *, model=None, mesh=None):
     graphdef, params = nnx.split(model or StandIn(), nnx.Param)
-    mesh = mesh or data_mesh()
+    mesh = mesh or one_device()
     optimizer, schedule = make_optimizer(config, 50)
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     state = jax.jit(lambda p: initial_state(p, optimizer), out_shardings=replicated)(
@@ -62,9 +62,8 @@ def test_learns_and_reports():
 
 
 def test_many_devices_agree_with_one():
-    one = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     results = []
-    for mesh in (one, data_mesh()):
+    for mesh in (one_device(), data_mesh()):
         step, state, mesh, _ = build(mesh=mesh)
         state, metrics = step(state, batch(mesh))
         results.append((copy(state.params), copy(metrics)))
@@ -75,7 +74,8 @@ def test_many_devices_agree_with_one():
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     results = []
     for accumulate in (1, 2):
-        step, state, mesh, _ = build(OptimizerConfig(warmup_steps=0, accumulate=accumulate))
+        config = OptimizerConfig(warmup_steps=0, accumulate=accumulate)
+        step, state, mesh, _ = build(config, mesh=data_mesh())
         state, metrics = step(state, batch(mesh))
         results.append((copy(state.params), copy(metrics)))
     assert_close(*results, rtol=1e-4, atol=1e-6)

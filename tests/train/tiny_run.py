@@ -12,7 +12,7 @@ from flax import nnx
 from attnres_jax import ModelConfig
 from train.config import Config, DataConfig, OptimizerConfig
 
-VOCAB = 11  # Of the stand-in.
+VOCAB = 11  # Of the stand-in, unless told otherwise.
 MODEL = ModelConfig(
     vocab_size=257, width=16, num_layers=1, num_heads=2, feed_forward_width=24, block_size=1
 )
@@ -52,6 +52,11 @@ def tiny_config(folder: pathlib.Path, **changes: Any) -> Config:
     return Config(**fields | changes)
 
 
+def one_device() -> jax.sharding.Mesh:
+    """A mesh that compiles faster than that of the eight devices of the tests."""
+    return jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+
+
 class _Layers(nnx.Module):
     def __init__(self, key: jax.Array):
         self.up_kernel = nnx.Param(jax.random.normal(key, (2, 8, 8)) / 3)
@@ -68,10 +73,10 @@ class StandIn(nnx.Module):
     Its second read mixes three sources evenly until the queries move.
     """
 
-    def __init__(self, compute_dtype: str = "float32"):
+    def __init__(self, compute_dtype: str = "float32", vocab_size: int = VOCAB):
         key = jax.random.key(0)
         self.dtype = compute_dtype
-        self.embedding_table = nnx.Param(jax.random.normal(key, (VOCAB, 8)))
+        self.embedding_table = nnx.Param(jax.random.normal(key, (vocab_size, 8)))
         self.feed_forward = _Layers(key)
         self.reads = _Reads()
 

@@ -1,0 +1,329 @@
+"""The training loop, read from top to bottom: set up, restore, train, evaluate, save, finish."""
+
+import functools
+import json
+import os
+import pathlib
+import shlex
+import signal
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnres_jax import TransformerLM
+from train import metrics as metrics_lib
+from train import step as step_lib
+from train.checkpoint import Checkpoints, check_same_run, describe
+from train.config import Config
+from train.data import (
+    Validation,
+    check_vocab,
+    load_documents,
+    train_batches,
+    validation_batches,
+)
+from train.optimizer import make_optimizer
+from train.tokenizer import load_tokenizer
+
+
+class NonFiniteError(RuntimeError):
+    """The run stopped at a loss or gradient that is not finite."""
+
+
+class Setup(NamedTuple):
+    """Model and optimizer of a configuration, described without computing anything."""
+
+    mesh: jax.sharding.Mesh
+    graphdef: Any
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    template: step_lib.TrainState
+    """Shapes, dtypes and shardings of the state."""
+
+
+class Run(NamedTuple):
+    """A checked run of which nothing has been compiled or written."""
+
+    config: Config
+    setup: Setup
+    batches: Any
+    validation: Validation
+    description: dict[str, Any]
+
+
+def abstract_setup(config: Config) -> Setup:
+    """Builds everything about model and optimizer that needs no arithmetic.
+
+    Raises:
+        ValueError: A parameter has no optimizer group.
+    """
+    mesh = step_lib.data_mesh()
+    optimizer, schedule = make_optimizer(config.optimizer, config.steps)
+    model = nnx.eval_shape(lambda: TransformerLM(config.model, rngs=nnx.Rngs(config.seed)))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+        jax.eval_shape(lambda: _init_state(config, optimizer)),
+    )
+    return Setup(mesh, nnx.graphdef(model), optimizer, schedule, template)
+
+
+def prepare(config: Config) -> Run:
+    """Checks everything that can be checked before compiling, and writes nothing.
+
+    Raises:
+        ValueError: A setting, the data or the workdir cannot be used; the message is one line.
+    """
+    setup = abstract_setup(config)
+    num_devices = setup.mesh.size
+    microbatch = config.batch_size // config.optimizer.accumulate
+    if microbatch % num_devices:
+        raise ValueError(
+            f"batch_size / optimizer.accumulate: {microbatch} sequences cannot be shared by"
+            f" {num_devices} devices; make it a multiple of {num_devices}"
+        )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocab(tokenizer, config.model.vocab_size)
+    documents = load_documents(config.data, tokenizer)
+    share = {
+        "batch_size": config.batch_size // jax.process_count(),
+        "context": config.context,
+        "shard_index": jax.process_index(),
+        "shard_count": jax.process_count(),
+    }
+    batches = train_batches(documents, config.data, tokenizer, seed=config.seed, **share)
+    validation = validation_batches(
+        documents, config.data, tokenizer, max_tokens=config.evaluation_tokens, **share
+    )
+
+    description = describe(config, documents.counts)
+    saved = Checkpoints(config.workdir, read_only=True).newest_description()
+    path = pathlib.Path(config.workdir) / "config.json"
+    if saved is None and path.exists():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved is not None:
+        check_same_run(saved, description)
+
+    return Run(config, setup, batches, validation, description)
+
+
+def train(run: Run, command: str) -> int:
+    """Trains until the last step, a signal or an error.
+
+    Args:
+        run: From `prepare`.
+        command: The command line that continues this run, for the closing words.
+
+    Returns:
+        0 when the last step is done, or 128 + the number of the signal that stopped the run.
+
+    Raises:
+        NonFiniteError: As `config.non_finite` says; the checkpoints before are intact.
+        CheckpointError: A checkpoint could not be written or read.
+    """
+    config, setup, batches = run.config, run.setup, run.batches
+    mesh = setup.mesh
+    workdir = pathlib.Path(config.workdir)
+    tokens_per_step = config.batch_size * config.context
+
+    # ------------------------------------------------------------------- restore or initialise
+    checkpoints = Checkpoints(workdir, config.keep_checkpoints)
+    state = checkpoints.restore(setup.template, batches)
+    step = 0
+    if state is not None:
+        step = int(state.step)
+    else:
+        replicated = NamedSharding(mesh, PartitionSpec())
+        initialise = jax.jit(
+            functools.partial(_init_state, config, setup.optimizer), out_shardings=replicated
+        )
+        state = initialise()
+    evaluated = any(
+        line["step"] == step and "validation/loss" in line
+        for line in metrics_lib.read_metrics(workdir)
+    )
+    if step >= config.steps and evaluated:
+        batches.close()
+        checkpoints.close()
+        if jax.process_index() == 0:
+            print(f"{workdir} already holds step {step} of {config.steps}: nothing to do")
+        return 0
+
+    # ------------------------------------------------------------------------- record
+    if jax.process_index() == 0:
+        scratch = workdir / "config.json.tmp"
+        scratch.write_text(json.dumps(run.description, indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, workdir / "config.json")
+    writer = metrics_lib.MetricsWriter(workdir, step)
+    display = metrics_lib.Display(config.steps, step)
+    clock = metrics_lib.Clock()
+    if step:
+        display.print(f"continuing {workdir} after step {step}")
+    else:
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        counts = {f"data/{name}": count for name, count in run.description["data"].items()}
+        writer.write(0, counts | {"parameters": num_parameters})
+        display.print(
+            f"{num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}"
+        )
+
+    def finish_step(number: int, metrics: step_lib.Metrics) -> None:
+        """Fetches, checks and records the metrics of a step, after the next one is dispatched."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        clock.tick()
+        if values["skipped_in_row"]:
+            _handle_non_finite(config, number, values, display)
+        if number % config.log_every == 0 or number in (1, config.steps):
+            speed = clock.steps_per_second()
+            clock.restart()
+            values |= {"tokens": number * tokens_per_step}
+            values |= {"tokens_per_second": speed * tokens_per_step}
+            writer.write(number, values)
+            remaining = (config.steps - number) / speed
+            display.report(number, values["loss"], speed * tokens_per_step, remaining)
+
+    def evaluate(params: step_lib.Params) -> None:
+        """Evaluates and records, unless told to stop meanwhile."""
+        with clock.paused():
+            values = _evaluate(run, evaluation_step, params, stop)
+        if values is not None:
+            writer.write(step, values)
+            display.print(
+                f"step {step}/{config.steps}  validation loss {values['validation/loss']:.4f}"
+                f"  bits per byte {values['validation/bits_per_byte']:.4f}"
+            )
+
+    # -------------------------------------------------------------------------- train
+    train_step = step_lib.make_train_step(
+        setup.graphdef, setup.optimizer, setup.schedule, mesh, config.optimizer.accumulate
+    )
+    evaluation_step = step_lib.make_evaluation_step(setup.graphdef, mesh)
+    in_flight = None
+    stop = StopSignals()
+    try:
+        with stop:
+            if step and _evaluation_due(config, step) and not evaluated:
+                evaluate(state.params)  # The earlier process was told to stop before it could.
+            compiling = True
+            while step < config.steps and not _stopping(stop):
+                batch = step_lib.to_devices(next(batches), mesh)
+                state, metrics = train_step(state, batch)
+                step += 1
+                if in_flight is not None:
+                    finish_step(*in_flight)
+                in_flight = step, metrics
+                if compiling:
+                    finish_step(*in_flight)
+                    in_flight, compiling = None, False
+                    clock.restart()
+                checkpoints.check()
+
+                stopping = _stopping(stop)
+                save = step % config.checkpoint_every == 0 or step == config.steps or stopping
+                if not save and not _evaluation_due(config, step):
+                    continue
+                # A step that is not finite must stop the run before its state is saved.
+                if in_flight is not None:
+                    finish_step(*in_flight)
+                    in_flight = None
+                if _evaluation_due(config, step) and not stopping:
+                    evaluate(state.params)
+                if save or _stopping(stop):
+                    with clock.paused():
+                        checkpoints.save(step, state, batches, run.description)
+    finally:
+        display.close()
+        writer.close()
+        batches.close()
+        checkpoints.close()
+
+    # -------------------------------------------------------------------------- finish
+    display.print(f"step {step} of {config.steps} is saved in {workdir}")
+    display.print(f"sample:    python -m train.sample --workdir={shlex.quote(str(workdir))}")
+    more = "" if step < config.steps else " --steps=MORE"
+    display.print(f"continue:  {command}{more}")
+    return 0 if stop.number is None else 128 + stop.number
+
+
+class StopSignals:
+    """Turns SIGTERM and the first Ctrl-C into a flag; a second Ctrl-C ends the process at once.
+
+    Attributes:
+        number: The signal that came, or None.
+    """
+
+    def __init__(self):
+        self.number: int | None = None
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {}
+        # Python allows handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        del frame
+        self.number = self.number or number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _init_state(config: Config, optimizer: optax.GradientTransformation) -> step_lib.TrainState:
+    model = TransformerLM(config.model, rngs=nnx.Rngs(config.seed))
+    params = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
+    return step_lib.initial_state(params, optimizer)
+
+
+def _evaluation_due(config: Config, step: int) -> bool:
+    return step % config.evaluate_every == 0 or step == config.steps
+
+
+def _stopping(stop: StopSignals) -> bool:
+    """Whether any process was told to stop, so that all of them leave at the same step."""
+    if jax.process_count() == 1:
+        return stop.number is not None
+    return bool(multihost_utils.process_allgather(np.array(stop.number is not None)).any())
+
+
+def _handle_non_finite(
+    config: Config, step: int, values: dict[str, float], display: metrics_lib.Display
+) -> None:
+    what = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
+    if config.non_finite == "halt":
+        raise NonFiniteError(
+            f"{what} is not finite; parameters and moments are those before it, and the newest"
+            " checkpoint is intact. --non-finite=skip passes over such steps"
+        )
+    display.print(f"{what} is not finite; skipped")
+    if values["skipped_in_row"] >= config.max_skipped_steps:
+        raise NonFiniteError(
+            f"{what}: max_skipped_steps={config.max_skipped_steps} steps in a row are not finite;"
+            " the newest checkpoint is intact"
+        )
+
+
+def _evaluate(
+    run: Run, evaluation_step: Any, params: Any, stop: StopSignals
+) -> dict[str, float] | None:
+    """Evaluates all held-out batches, or gives up and returns None when told to stop."""
+    totals: dict[str, np.ndarray] = {}
+    for batch in run.validation.batches:
+        # Processes must stay in step with each other, so only a lone one may leave early.
+        if stop.number is not None and jax.process_count() == 1:
+            return None
+        sums = jax.device_get(evaluation_step(params, step_lib.to_devices(batch, run.setup.mesh)))
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0) + value.astype(np.float64)
+    return metrics_lib.evaluation_metrics(totals, run.validation.bytes, jax.device_get(params))

@@ -79,8 +79,8 @@ class ModelConfig:
                 raise ValueError(f"{name}: must be positive and finite, got {getattr(self, name)}")
         if self.head_width is None and self.width % self.num_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} does not divide width={self.width}; choose a divisor of"
-                " width, or set head_width"
+                f"num_heads={self.num_heads} does not divide width={self.width}; choose a divisor"
+                " of width, or set head_width"
             )
         head_width = self.head_width or self.width // self.num_heads
         if head_width % 2:

@@ -1,5 +1,7 @@
 """The models of the paper's scaling-law sweep, as dense stand-ins."""
 
+from typing import Any
+
 from attnres_jax.models.config import ModelConfig
 
 # Name: transformer layers and heads, width. Attention Residuals, arXiv:2603.15031, scaling table;
@@ -15,7 +17,7 @@ _SCALING_TABLE = {
 _HEAD_WIDTH = 64
 
 
-def scaling_law_model(name: str, **overrides) -> ModelConfig:
+def scaling_law_model(name: str, **overrides: Any) -> ModelConfig:
     """Returns a dense model with the depth, heads and width of a row of the paper's scaling table.
 
     The paper's models are mixtures of experts with Kimi Linear attention. These are dense, with
@@ -36,7 +38,7 @@ def scaling_law_model(name: str, **overrides) -> ModelConfig:
     parameters = float(name.removesuffix("m")) * 1e6
     in_attention = 4 * width * num_layers * _HEAD_WIDTH
     feed_forward_width = (parameters / num_layers - in_attention) / (3 * width)
-    fields = {
+    fields: dict[str, Any] = {
         "width": width,
         "num_layers": num_layers,
         "num_heads": num_layers,

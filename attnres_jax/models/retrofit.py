@@ -16,15 +16,15 @@ def retrofit(
     """Loads the parameters of a standard-residual model into one with Attention Residuals.
 
     The new pseudo-queries are zero and the new gains one, so that each read is the mean of its n
-    sources: 1 / n of the residual stream of the old model. The norm that follows removes that factor
-    exactly if it adds eps / n**2, since RMSNorm(x / n; eps / n**2) = RMSNorm(x; eps). The new config
-    records this as `retrofit=True`, and its loss at step 0 is the old model's to rounding.
+    sources: 1 / n of the old model's residual stream. The norm that follows removes that factor
+    exactly if it adds eps / n**2, since RMSNorm(x / n; eps / n**2) = RMSNorm(x; eps). The new
+    config records this as `retrofit=True`; its loss at step 0 is the old model's to rounding.
 
     Args:
         config: The standard-residual model's config.
-        params: Its parameters: `nnx.split(model, nnx.Param)[1]`, or the same tree from a checkpoint.
-        **changes: Fields of the new config, such as `residual="block", block_size=8`; `residual` is
-            "block" unless set.
+        params: Its parameters: `nnx.split(model, nnx.Param)[1]`, as it is or from a checkpoint.
+        **changes: Fields of the new config, such as `block_size=8`; `residual` is "block" unless
+            set.
 
     Returns:
         The new config, the new parameters, and the paths of the leaves that were not in `params`.
@@ -35,7 +35,8 @@ def retrofit(
     """
     if config.residual != "standard":
         raise ValueError(f'retrofit starts from residual="standard", got {config.residual!r}')
-    new_config = dataclasses.replace(config, **{"residual": "block"} | changes, retrofit=True)
+    fields: dict[str, Any] = {"residual": "block"} | changes
+    new_config = dataclasses.replace(config, **fields, retrofit=True)
     abstract = nnx.eval_shape(lambda: TransformerLM(new_config, rngs=nnx.Rngs(0)))
     wanted = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
     given = dict(nnx.to_flat_state(params))

@@ -250,14 +250,11 @@ def plan_blocks(config: ModelConfig) -> list[list[list[Run]]]:
     """Cuts the sub-layers into blocks, those into groups that share a phase 1, those into runs.
 
     A run is what `run_sublayers` may scan; a block's first sub-layer, whose read has no partial
-    sum, is one of its own.
+    sum, is one of its own. The standard residual follows the same plan, so that the two compare.
     """
-    num_sublayers = 2 * config.num_layers
-    if config.residual == "standard":
-        return [[[Run(a, b)]] for a, b in block_boundaries(num_sublayers, config.block_size)]
     block_size = 1 if config.residual == "full" else config.block_size
     plan = []
-    for start, stop in block_boundaries(num_sublayers, block_size):
+    for start, stop in block_boundaries(2 * config.num_layers, block_size):
         size = config.reads_per_group or block_size
         groups = [[Run(a, min(a + size, stop))] for a in range(start, stop, size)]
         first = groups[0][0]

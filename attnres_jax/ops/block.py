@@ -1,4 +1,4 @@
-"""Block Attention Residuals around any sub-layers: algorithm 1 of the paper, and its bookkeeping."""
+"""Block Attention Residuals around any sub-layers: the paper's algorithm 1, and bookkeeping."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -59,31 +59,33 @@ def run_blocks(
     """
     if reads_per_group is not None and reads_per_group < 1:
         raise ValueError(f"reads_per_group: a group needs at least one read, got {reads_per_group}")
+    group_size = reads_per_group or block_size
     sources, weights = (embedding,), []
     for start, stop in block_boundaries(len(sublayers), block_size):
-        partial_sum, update = None, None
-        for group in range(start, stop, reads_per_group or block_size):
-            reads = slice(group, min(group + (reads_per_group or block_size), stop))
-            outputs, lse, finished = inter_block(
-                sources, query_ld[reads], gain_ld[reads], eps=eps, return_weights=True
+        partial_sum = update = jnp.zeros_like(embedding)
+        for group in range(start, stop, group_size):
+            reads = range(group, min(group + group_size, stop))
+            query_sd, gain_sd = query_ld[group : reads.stop], gain_ld[group : reads.stop]
+            outputs, lse, weights_snbt = inter_block(
+                sources, query_sd, gain_sd, eps=eps, return_weights=True
             )
-            for s, index in enumerate(range(reads.start, reads.stop)):
-                hidden, read_weights = outputs[s], finished[s]
-                if update is not None:
+            for s, index in enumerate(reads):
+                hidden, read_weights = outputs[s], weights_snbt[s]
+                if index > start:  # A block's first read has no partial sum to merge.
                     partial_sum, hidden, gate = merge(
                         outputs[s],
                         lse[s],
                         partial_sum,
                         update,
-                        query_ld[index],
-                        gain_ld[index],
+                        query_sd[s],
+                        gain_sd[s],
                         eps=eps,
                         return_gate=True,
                     )
-                    read_weights = join_weights(finished[s], gate)
+                    read_weights = join_weights(weights_snbt[s], gate)
                 update = sublayers[index](hidden)
                 weights.append(read_weights)
-        sources += (update if partial_sum is None else partial_sum + update,)
+        sources = (*sources, partial_sum + update)
     return sources, weights
 
 

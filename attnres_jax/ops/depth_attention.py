@@ -17,6 +17,7 @@ mode, its transpose, recomputes everything else.
 """
 
 from functools import partial
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,23 @@ STATISTICS_NAME = "depth_attention_statistics"
 """`checkpoint_name` of the scalars per token that the derivatives keep."""
 OUTPUT_NAME = "depth_attention_output"
 """`checkpoint_name` of the arrays that reads return."""
+
+
+@overload
+def depth_attention(
+    sources: Sources, query_d: jax.Array, gain_d: jax.Array, *, eps: float = ...
+) -> jax.Array: ...
+
+
+@overload
+def depth_attention(
+    sources: Sources,
+    query_d: jax.Array,
+    gain_d: jax.Array,
+    *,
+    eps: float = ...,
+    return_weights: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def depth_attention(
@@ -49,8 +67,8 @@ def depth_attention(
         return_weights: Whether to return the depth weights too.
 
     Returns:
-        `[..., d]` in the dtype of the sources, rounded once from float32; with `return_weights` also
-        float32 weights `[n, ...]`, which sum to 1 over n (zero for unfilled rows of a bank).
+        `[..., d]` in the dtype of the sources, rounded once from float32; with `return_weights`
+        also float32 weights `[n, ...]`, which sum to 1 over n (zero for unfilled rows of a bank).
 
     Raises:
         ValueError: No source, or shapes or dtypes that do not fit.
@@ -137,7 +155,9 @@ def _attend_tangent(kept, drows, dfolded_sd):
 
     def logits_tangent(row, drow, r, logits_s):
         dlog_rms = jnp.square(r) * jnp.mean(_f32(row) * _f32(drow), axis=-1)
-        return (_dot(drow, folded_sd) + _dot(row, dfolded_sd)) * r[None] - logits_s * dlog_rms[None]
+        return (_dots(drow, folded_sd) + _dot(row, dfolded_sd)) * r[None] - logits_s * dlog_rms[
+            None
+        ]
 
     dlogits = _stack_n(
         [
@@ -170,9 +190,22 @@ def _dot(row: jax.Array, vectors_sd: jax.Array) -> jax.Array:
     return jnp.moveaxis(products, -1, 0)
 
 
+def _dots(row: jax.Array, vectors_sd: jax.Array) -> jax.Array:
+    """The same as `_dot`, one product at a time.
+
+    The transpose of this one is elementwise and fuses into the sum that is the row's gradient; that
+    of a matrix product would write an array as large as the row first.
+    """
+    along_d = tuple(range(row.ndim - 1))
+    return jnp.stack([jnp.sum(_f32(row) * jnp.expand_dims(v, along_d), -1) for v in vectors_sd])
+
+
 def _weighted_sum(weights_n: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
     """`sum_n weights_n * rows_n`, float32 `[..., d]`."""
-    return sum(w[..., None] * _f32(row) for w, row in zip(weights_n, rows, strict=True))
+    total = jnp.zeros_like(rows[0], jnp.float32)
+    for weight, row in zip(weights_n, rows, strict=True):
+        total += weight[..., None] * _f32(row)
+    return total
 
 
 def _stack_n(per_source: list[jax.Array]) -> jax.Array:
@@ -181,5 +214,5 @@ def _stack_n(per_source: list[jax.Array]) -> jax.Array:
 
 
 def _along_n(valid_n: jax.Array, like: jax.Array) -> jax.Array:
-    """bool `[n]` -> `[1, n, 1, ...]`, to broadcast against `[s, n, ...]`."""
+    """Boolean `[n]` -> `[1, n, 1, ...]`, to broadcast against `[s, n, ...]`."""
     return valid_n.reshape((1, -1) + (1,) * (like.ndim - 2))

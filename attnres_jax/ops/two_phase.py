@@ -11,6 +11,7 @@ source p the joint softmax is a gated interpolation, exact and free of overflow:
 """
 
 from functools import partial
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,23 @@ from attnres_jax.ops.sources import Sources, as_rows, check_vectors
 
 PARTIAL_SUM_NAME = "partial_sum"
 """`checkpoint_name` of the open block's partial sum after each sub-layer."""
+
+
+@overload
+def inter_block(
+    sources: Sources, query_sd: jax.Array, gain_sd: jax.Array, *, eps: float = ...
+) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
+
+
+@overload
+def inter_block(
+    sources: Sources,
+    query_sd: jax.Array,
+    gain_sd: jax.Array,
+    *,
+    eps: float = ...,
+    return_weights: Literal[True],
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]: ...
 
 
 def inter_block(
@@ -109,8 +127,8 @@ def merge(
         return_gate: Whether to return the depth weight of the partial sum too.
 
     Returns:
-        p `[..., d]`, rounded before it is read, and hidden `[..., d]` in the dtype of `output`; with
-        `return_gate` also the gate, float32 `[...]`: the depth weight of p, while those of the
+        p `[..., d]`, rounded before it is read; hidden `[..., d]` in the dtype of `output`; and
+        with `return_gate` the gate, float32 `[...]`: the depth weight of p, while those of the
         finished sources are phase 1's times one minus the gate.
 
     Raises:
@@ -137,12 +155,14 @@ def merge(
     for name, vector in (("query_d", query_d), ("gain_d", gain_d), ("norm_gain_d", norm_gain_d)):
         if vector is not None:
             check_vectors(name, vector, output.shape[-1:])
-    if partial_sum is None:
-        summed = update
-    elif update is None:
-        summed = partial_sum
-    else:
+    if partial_sum is not None and update is not None:
         summed = (_f32(partial_sum) + _f32(update)).astype(partial_sum.dtype)
+    else:
+        summed = update if partial_sum is None else partial_sum
+    if summed is None:
+        raise ValueError(
+            "merge: pass partial_sum, update or both; with neither, phase 1 is the read"
+        )
     summed = checkpoint_name(summed, PARTIAL_SUM_NAME)
     norm_gain = None if norm_gain_d is None else _f32(norm_gain_d)
     hidden, gate = _merge(

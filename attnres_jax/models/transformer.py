@@ -7,7 +7,7 @@ parameters of all layers are stacked along a leading axis.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class _Read(NamedTuple):
 
     output: jax.Array
     lse: jax.Array
-    weights: jax.Array | None
+    weights: Any  # float32 [n, b, t], or None where nothing is captured.
     query_d: jax.Array
     gain_d: jax.Array
 
@@ -97,6 +97,14 @@ class TransformerLM(nnx.Module):
             initial_kernel = nnx.initializers.lecun_normal()
             self.head_kernel = nnx.Param(initial_kernel(rngs.params(), (c.width, c.vocab_size)))
 
+    @overload
+    def __call__(self, tokens_bt: jax.Array) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self, tokens_bt: jax.Array, *, capture: Literal[True]
+    ) -> tuple[jax.Array, dict[str, Any]]: ...
+
     def __call__(
         self, tokens_bt: jax.Array, *, capture: bool = False
     ) -> jax.Array | tuple[jax.Array, dict[str, Any]]:
@@ -115,13 +123,13 @@ class TransformerLM(nnx.Module):
         c = self.config
         hidden_btd = self.embedding_table[...].astype(c.compute_dtype)[tokens_bt]
         plan = plan_blocks(c)
-        captured = []
-        if c.residual == "standard":
+        captured, num_sources = [], 1
+        if self.final_read is None:
             for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
                 run_block = partial(self._standard_block, groups, capture)
                 hidden_btd, ones = self._recompute("block", run_block)(hidden_btd, parameters)
                 captured += ones
-            num_sources = 1
+            captured.append((None, _mean_square(hidden_btd)))
         else:
             sources = (hidden_btd,)
             for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
@@ -129,16 +137,15 @@ class TransformerLM(nnx.Module):
                 block_sum, ones = self._recompute("block", run_block)(sources, parameters)
                 sources = (*sources, block_sum)
                 captured += ones
+            hidden_btd, weights = self.final_read(sources, return_weights=True)
+            captured.append((weights, _mean_square(hidden_btd)))
             num_sources = len(sources)
-            hidden_btd, final_weights = self.final_read(sources, return_weights=True)
-        normed_btd = self.final_norm(hidden_btd, eps=self._norm_eps(num_sources))
-        logits_btv = self._head(normed_btd)
+        logits_btv = self._head(self.final_norm(hidden_btd, eps=self._norm_eps(num_sources)))
         if not capture:
             return logits_btv
-        weights, mean_squares = map(list, zip(*captured, strict=True))
-        mean_squares.append(_mean_square(hidden_btd))
+        weights, mean_squares = zip(*captured, strict=True)
         return logits_btv, {
-            "depth_weights": [] if c.residual == "standard" else [*weights, final_weights],
+            "depth_weights": [one for one in weights if one is not None],
             "hidden_norm": jnp.sqrt(jnp.stack(mean_squares)),
         }
 
@@ -156,7 +163,8 @@ class TransformerLM(nnx.Module):
                 partial_sum, hidden, gate = merge(
                     read.output,
                     read.lse,
-                    *carry,
+                    carry[0],
+                    carry[1],
                     read.query_d,
                     read.gain_d,
                     norm_gain_d=layer.norm_gain,
@@ -164,11 +172,12 @@ class TransformerLM(nnx.Module):
                     norm_eps=self._norm_eps(n + 1),
                     return_gate=True,
                 )
-                one = _captured(read, gate, partial_sum) if capture else None
+                one = _capture(read, gate, partial_sum) if capture else None
             return (partial_sum, self._apply(kind, layer, hidden)), one
 
         step = self._recompute("full", sublayer, static_argnums=(0,))
-        carry, captured = None, []
+        captured: list[Any] = []
+        carry: Any = None
         for runs, (query_sd, gain_sd, layers_of_runs) in zip(groups, parameters, strict=True):
             outputs, lse, weights_snbt = inter_block(
                 sources, query_sd, gain_sd, eps=c.norm_eps, return_weights=True
@@ -265,7 +274,7 @@ def plan_blocks(config: ModelConfig) -> list[list[list[Run]]]:
     return plan
 
 
-def _captured(read: _Read, gate: jax.Array, partial_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _capture(read: _Read, gate: jax.Array, partial_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Depth weights of a merged read, and the mean square of what it returned."""
     hidden_btd = (1 - gate)[..., None] * read.output.astype(jnp.float32)
     hidden_btd += gate[..., None] * partial_sum.astype(jnp.float32)

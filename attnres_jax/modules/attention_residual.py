@@ -1,7 +1,7 @@
 """Attention residuals as Flax modules: one read, and the stack that threads sources through it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,22 @@ class AttentionResidual(nnx.Module):
         self.gain = nnx.Param(jnp.ones(width))
         self.eps = eps
 
+    @overload
+    def __call__(self, sources: Sources) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self, sources: Sources, *, return_weights: Literal[True]
+    ) -> tuple[jax.Array, jax.Array]: ...
+
     def __call__(
         self, sources: Sources, *, return_weights: bool = False
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Reads the sources; see `attnres_jax.depth_attention` for shapes and errors."""
-        return depth_attention(
-            sources, self.query[...], self.gain[...], eps=self.eps, return_weights=return_weights
+        hidden, weights = depth_attention(
+            sources, self.query[...], self.gain[...], eps=self.eps, return_weights=True
         )
+        return (hidden, weights) if return_weights else hidden
 
 
 class ReadVectors(nnx.Module):
@@ -97,6 +106,14 @@ class AttentionResidualStack(nnx.Module):
         self.reads_per_group = reads_per_group
         self.eps = eps
 
+    @overload
+    def __call__(self, embedding: jax.Array) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self, embedding: jax.Array, *, return_weights: Literal[True]
+    ) -> tuple[jax.Array, list[jax.Array]]: ...
+
     def __call__(
         self, embedding: jax.Array, *, return_weights: bool = False
     ) -> jax.Array | tuple[jax.Array, list[jax.Array]]:
@@ -123,5 +140,5 @@ class AttentionResidualStack(nnx.Module):
             reads_per_group=self.reads_per_group,
             eps=self.eps,
         )
-        result: Any = self.final_read(sources, return_weights=return_weights)
-        return (result[0], [*weights, result[1]]) if return_weights else result
+        hidden, final_weights = self.final_read(sources, return_weights=True)
+        return (hidden, [*weights, final_weights]) if return_weights else hidden

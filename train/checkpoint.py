@@ -6,9 +6,11 @@ that is killed while saving leaves the checkpoint before intact. A checkpoint th
 be saved again and so that it never counts as one of the newest to keep.
 """
 
+import functools
 import logging
 import pathlib
 import shutil
+import sys
 from typing import Any
 
 import grain.checkpoint
@@ -152,6 +154,7 @@ class Checkpoints:
             MismatchError: A shape or a dtype differs; nothing is ever cast.
             CheckpointError: There are checkpoints and none can be read.
         """
+        _hide_echoes()
         unreadable = []
         for step in self.steps():
             try:
@@ -205,6 +208,21 @@ class Checkpoints:
                 shutil.rmtree(aside / str(step), ignore_errors=True)
                 (self._directory / str(step)).rename(aside / str(step))
         self._manager = self._open()
+
+
+@functools.cache
+def _hide_echoes() -> None:
+    """Hides what Orbax's other readers say to a closed event loop when one of them has failed.
+
+    They say it from threads of their own, long after the failure, so the filter stays.
+    """
+    show = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            show(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _leaves(tree: Any) -> dict[str, str]:

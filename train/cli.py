@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Those after `python -m train`.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", force=True)
-    # Orbax reports its own housekeeping as warnings.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs housekeeping as warnings, and errors that it also raises with their tracebacks.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         command_line = parse(arguments)
         if command_line.print_parameter_groups:
@@ -67,6 +67,8 @@ def main(arguments: Sequence[str]) -> int:
         return train(run, shlex.join(["python", "-m", "train", *arguments]))
     except (CheckpointError, NonFiniteError, OSError) as error:
         return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:

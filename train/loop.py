@@ -5,15 +5,12 @@ import json
 import os
 import pathlib
 import shlex
-import signal
-import threading
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnres_jax import TransformerLM
@@ -29,6 +26,7 @@ from train.data import (
     validation_batches,
 )
 from train.optimizer import make_optimizer
+from train.signals import StopSignals, stopping_everywhere
 from train.tokenizer import load_tokenizer
 
 
@@ -110,6 +108,13 @@ def prepare(config: Config) -> Run:
     if saved is not None:
         check_same_run(saved, description)
 
+    # Tracing says now, not after the folder is made, what the model cannot do here.
+    tokens_bt = jax.ShapeDtypeStruct((config.batch_size, config.context), np.int32)
+    jax.eval_shape(
+        lambda params, tokens_bt: nnx.merge(setup.graphdef, params)(tokens_bt),
+        setup.template.params,
+        tokens_bt,
+    )
     return Run(config, setup, batches, validation, description)
 
 
@@ -211,7 +216,7 @@ def train(run: Run, command: str) -> int:
             if step and _evaluation_due(config, step) and not evaluated:
                 evaluate(state.params)  # The earlier process was told to stop before it could.
             compiling = True
-            while step < config.steps and not _stopping(stop):
+            while step < config.steps:
                 batch = step_lib.to_devices(next(batches), mesh)
                 state, metrics = train_step(state, batch)
                 step += 1
@@ -224,7 +229,7 @@ def train(run: Run, command: str) -> int:
                     clock.restart()
                 checkpoints.check()
 
-                stopping = _stopping(stop)
+                stopping = stopping_everywhere(stop)
                 save = step % config.checkpoint_every == 0 or step == config.steps or stopping
                 if not save and not _evaluation_due(config, step):
                     continue
@@ -234,9 +239,12 @@ def train(run: Run, command: str) -> int:
                     in_flight = None
                 if _evaluation_due(config, step) and not stopping:
                     evaluate(state.params)
-                if save or _stopping(stop):
+                    stopping = stopping_everywhere(stop)
+                if save or stopping:
                     with clock.paused():
                         checkpoints.save(step, state, batches, run.description)
+                if stopping:
+                    break
     finally:
         display.close()
         writer.close()
@@ -251,35 +259,6 @@ def train(run: Run, command: str) -> int:
     return 0 if stop.number is None else 128 + stop.number
 
 
-class StopSignals:
-    """Turns SIGTERM and the first Ctrl-C into a flag; a second Ctrl-C ends the process at once.
-
-    Attributes:
-        number: The signal that came, or None.
-    """
-
-    def __init__(self):
-        self.number: int | None = None
-
-    def __enter__(self) -> "StopSignals":
-        self._previous = {}
-        # Python allows handlers in the main thread only.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: object) -> None:
-        del frame
-        self.number = self.number or number
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def _init_state(config: Config, optimizer: optax.GradientTransformation) -> step_lib.TrainState:
     model = TransformerLM(config.model, rngs=nnx.Rngs(config.seed))
     params = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
@@ -288,13 +267,6 @@ def _init_state(config: Config, optimizer: optax.GradientTransformation) -> step
 
 def _evaluation_due(config: Config, step: int) -> bool:
     return step % config.evaluate_every == 0 or step == config.steps
-
-
-def _stopping(stop: StopSignals) -> bool:
-    """Whether any process was told to stop, so that all of them leave at the same step."""
-    if jax.process_count() == 1:
-        return stop.number is not None
-    return bool(multihost_utils.process_allgather(np.array(stop.number is not None)).any())
 
 
 def _handle_non_finite(

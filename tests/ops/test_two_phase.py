@@ -35,8 +35,7 @@ def group_case(n, n_reads, shape=(2, T, D)):
     return float32((sources, queries, gains))
 
 
-@pytest.mark.parametrize("n_reads", [1, 2, 5])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n, n_reads", [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 5)])
 def test_inter_block_matches_the_oracle(n, n_reads):
     inputs = group_case(n, n_reads)
     doutputs = float32([oracles.normal(60 + s, 2, T, D) for s in range(n_reads)])
@@ -329,8 +328,11 @@ def two_phase_stack(embedding, parameters, block_size):
 @pytest.mark.parametrize("form", [direct_stack, two_phase_stack])
 @pytest.mark.parametrize(
     "n_sublayers, block_size, jit",
-    [(n, s, False) for n in (1, 2, 4, 5, 7) for s in (1, 2, 3, 4, 8)]
-    + [(10, 4, False), (6, 6, False), (5, 2, True)],
+    [
+        *[(1, 1, False), (1, 4, False), (2, 1, False), (4, 1, False)],
+        *[(2, 2, False), (3, 2, False), (5, 2, False), (5, 3, False), (7, 3, False)],
+        *[(4, 4, False), (4, 8, False), (9, 4, False), (5, 2, True)],
+    ],
 )
 def test_stack_matches_the_oracle(n_sublayers, block_size, jit, form):
     parameters = float32(oracles.stack_parameters(0, n_sublayers, D, query_scale=2.0))
@@ -387,10 +389,10 @@ def test_gradient_flows_through_block_sums(form):
 
 
 @pytest.mark.parametrize("form", [direct_stack, two_phase_stack])
-@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("block_size", [1, 4, 8])
 def test_zero_queries_are_the_standard_residual_stream(block_size, form):
     # The mean of the sources is the stream over n, and the norm that follows removes the scale.
-    n_sublayers = 6
+    n_sublayers = 5
     parameters = float32(oracles.stack_parameters(0, n_sublayers, D))
     parameters = parameters._replace(queries=jnp.zeros_like(parameters.queries))
     embedding = float32(oracles.normal(10, T, D))

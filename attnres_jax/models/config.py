@@ -52,6 +52,9 @@ class ModelConfig:
     """Whether the output head is the transposed embedding table."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of activations. Parameters are float32 always."""
+    attention: Literal["xla", "splash"] | None = None
+    """What computes attention over time: XLA, or JAX's splash attention kernel on TPUs. None takes
+    splash on a TPU where the context is a multiple of 128."""
     float32_partial_sum: bool = False
     """Keep the open block's partial sum in float32: less rounding error, more memory traffic."""
     remat: Literal["none", "block", "full"] = "none"
@@ -72,7 +75,8 @@ class ModelConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}"
+                    f"{name}: expected one of {', '.join(map(str, choices))};"
+                    f" got {getattr(self, name)!r}"
                 )
         for name in ("norm_eps", "embedding_std", "rope_theta"):
             if not 0 < getattr(self, name) < float("inf"):
@@ -103,6 +107,7 @@ class ModelConfig:
 _CHOICES = {
     "residual": ("standard", "full", "block"),
     "compute_dtype": ("float32", "bfloat16", "float16"),
+    "attention": (None, "xla", "splash"),
     "remat": ("none", "block", "full"),
 }
 

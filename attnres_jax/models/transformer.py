@@ -79,6 +79,7 @@ class TransformerLM(nnx.Module):
                 c.num_kv_heads or c.num_heads,
                 c.head_width or c.width // c.num_heads,
                 rope_theta=c.rope_theta,
+                implementation=c.attention,
                 rngs=rngs,
             )
             feed_forward = FeedForward(c.width, c.feed_forward_width, rngs=rngs)

@@ -1,8 +1,11 @@
 """Causal self-attention with rotary positions and grouped queries."""
 
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 _init_in = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
 _init_out = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
@@ -26,6 +29,7 @@ class Attention(nnx.Module):
         head_width: int,
         *,
         rope_theta: float = 10_000.0,
+        implementation: Literal["xla", "splash"] | None = None,
         rngs: nnx.Rngs,
     ):
         """Creates the four kernels, normal with variance 1 / fan-in.
@@ -36,6 +40,7 @@ class Attention(nnx.Module):
             num_kv_heads: Key and value heads g; divides h.
             head_width: Width k of a head; even, for the rotary embedding.
             rope_theta: Base of the rotary embedding.
+            implementation: See `causal_attention`.
             rngs: Where the initial values come from.
         """
         self.query_kernel = nnx.Param(_init_in(rngs.params(), (width, num_heads, head_width)))
@@ -43,17 +48,18 @@ class Attention(nnx.Module):
         self.value_kernel = nnx.Param(_init_in(rngs.params(), (width, num_kv_heads, head_width)))
         self.output_kernel = nnx.Param(_init_out(rngs.params(), (num_heads, head_width, width)))
         self.rope_theta = rope_theta
+        self.implementation = implementation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps normalised `[b, t, d]` to `[b, t, d]`, in the dtype of `x`."""
         query_bthk = jnp.einsum("btd,dhk->bthk", x, self.query_kernel[...].astype(x.dtype))
         key_btgk = jnp.einsum("btd,dgk->btgk", x, self.key_kernel[...].astype(x.dtype))
         value_btgk = jnp.einsum("btd,dgk->btgk", x, self.value_kernel[...].astype(x.dtype))
-        mixed_bthk = jax.nn.dot_product_attention(
+        mixed_bthk = causal_attention(
             rotary_embedding(query_bthk, theta=self.rope_theta),
             rotary_embedding(key_btgk, theta=self.rope_theta),
             value_btgk,
-            is_causal=True,
+            implementation=self.implementation,
         )
         return jnp.einsum("bthk,hkd->btd", mixed_bthk, self.output_kernel[...].astype(x.dtype))
 
@@ -78,3 +84,65 @@ def rotary_embedding(x_bthk: jax.Array, *, theta: float) -> jax.Array:
     first, second = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_bthk.dtype)
+
+
+def causal_attention(
+    query_bthk: jax.Array,
+    key_btgk: jax.Array,
+    value_btgk: jax.Array,
+    *,
+    implementation: Literal["xla", "splash"] | None = None,
+) -> jax.Array:
+    """Scaled dot-product attention to this and earlier positions, by a kernel of JAX's own.
+
+    Args:
+        query_bthk: Queries.
+        key_btgk: Keys; g divides h.
+        value_btgk: Values.
+        implementation: "xla" is `jax.nn.dot_product_attention`; "splash" is the TPU kernel, for t a
+            multiple of 128. None takes splash where the default backend is a TPU and t allows it.
+
+    Returns:
+        `[b, t, h, k]` in the dtype of the queries.
+
+    Raises:
+        ValueError: Splash attention is named and t is not a multiple of 128.
+    """
+    t = query_bthk.shape[1]
+    if implementation is None:
+        use_splash = t % 128 == 0 and jax.default_backend() == "tpu"
+    else:
+        use_splash = implementation == "splash"
+    if not use_splash:
+        return jax.nn.dot_product_attention(query_bthk, key_btgk, value_btgk, is_causal=True)
+    if t % 128:
+        raise ValueError(
+            f"splash attention needs a context that is a multiple of 128, got {t}; change the"
+            ' context, or use implementation="xla"'
+        )
+    # A Mosaic kernel cannot be partitioned by the compiler: each device runs it on its sequences.
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    )
+    if not auto:
+        return _splash_attention(query_bthk, key_btgk, value_btgk)
+    by_sequence = PartitionSpec(auto)
+    return jax.shard_map(
+        _splash_attention, in_specs=by_sequence, out_specs=by_sequence, check_vma=False
+    )(query_bthk, key_btgk, value_btgk)
+
+
+def _splash_attention(
+    query_bthk: jax.Array, key_btgk: jax.Array, value_btgk: jax.Array
+) -> jax.Array:
+    # Imported here because it brings the whole of Pallas for TPUs.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    t, h, k = query_bthk.shape[1:]
+    mask = splash.MultiHeadMask([splash.CausalMask((t, t))] * h)
+    kernel: Any = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (query_bthk * k**-0.5, key_btgk, value_btgk)]
+    return jnp.swapaxes(jax.vmap(kernel)(*heads_first), 1, 2)

@@ -31,11 +31,12 @@ MAY_CHANGE = frozenset(
         "evaluation_tokens",
         "checkpoint_every",
         "keep_checkpoints",
+        "sample_tokens",
         "non_finite",
         "max_skipped_steps",
         "model.remat",
         "model.reads_per_group",
-        "model.implementation",
+        "model.attention",
     }
 )
 """Settings that a resumed run may change: they alter neither shapes nor what is computed, except

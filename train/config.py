@@ -119,6 +119,8 @@ class Config:
     """Steps between two checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
     """Newest checkpoints to keep."""
+    sample_tokens: int = 0
+    """Tokens that the trained model writes at the end, to show what it learned."""
     non_finite: Literal["halt", "skip"] = "halt"
     """At a loss or gradient that is not finite: stop, or skip the update and go on."""
     max_skipped_steps: int = 10

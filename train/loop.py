@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+import rich.console
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -25,6 +26,7 @@ from train.data import (
     train_batches,
     validation_batches,
 )
+from train.generate import generate
 from train.optimizer import make_optimizer
 from train.signals import StopSignals, stopping_everywhere
 from train.tokenizer import load_tokenizer
@@ -252,6 +254,8 @@ def train(run: Run, command: str) -> int:
         checkpoints.close()
 
     # -------------------------------------------------------------------------- finish
+    if step == config.steps and jax.process_index() == 0:
+        _show_what_it_learned(config, setup, state.params, workdir)
     display.print(f"step {step} of {config.steps} is saved in {workdir}")
     display.print(f"sample:    python -m train.sample --workdir={shlex.quote(str(workdir))}")
     more = "" if step < config.steps else " --steps=MORE"
@@ -263,6 +267,27 @@ def _init_state(config: Config, optimizer: optax.GradientTransformation) -> step
     model = TransformerLM(config.model, rngs=nnx.Rngs(config.seed))
     params = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
     return step_lib.initial_state(params, optimizer)
+
+
+def _show_what_it_learned(
+    config: Config, setup: Setup, params: step_lib.Params, workdir: pathlib.Path
+) -> None:
+    table = metrics_lib.depth_table(metrics_lib.read_metrics(workdir))
+    if table is not None:
+        rich.console.Console().print(table)
+    if config.sample_tokens:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        pieces = generate(
+            setup.graphdef,
+            jax.device_get(params),
+            tokenizer,
+            context=config.context,
+            tokens=config.sample_tokens,
+        )
+        print(f"--- a sample of {config.sample_tokens} tokens at most ---")
+        for text in pieces:
+            print(text, end="", flush=True)
+        print("\n---")
 
 
 def _evaluation_due(config: Config, step: int) -> bool:

@@ -10,13 +10,14 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import rich.console
 import rich.progress
+import rich.table
 import tensorboardX
 
 
@@ -119,6 +120,36 @@ def evaluation_metrics(
     for read, norm in enumerate(query_norms(params)):
         metrics[f"depth/query_norm/read_{read:02d}"] = norm
     return metrics
+
+
+def depth_table(lines: Sequence[dict[str, Any]]) -> rich.table.Table | None:
+    """Shows the mean depth weights of the newest evaluation, a row for each read.
+
+    Args:
+        lines: From `read_metrics`.
+
+    Returns:
+        A table, or None where no evaluation has depth weights or there are more than 12 sources,
+        which do not fit a terminal.
+    """
+    weights: dict[str, list[float]] = {}
+    for line in lines:
+        evaluated = {k: v for k, v in line.items() if k.startswith("depth/weight/")}
+        if evaluated:
+            weights = {}
+        for name, weight in sorted(evaluated.items()):
+            weights.setdefault(name.split("/")[2], []).append(weight)
+    if not 0 < max(map(len, weights.values()), default=0) <= 12:
+        return None
+    reads = list(weights.values())
+    title = "What each sub-layer reads: mean depth weights on held-out text"
+    table = rich.table.Table("reader", title=title)
+    for source in range(len(reads[-1])):
+        table.add_column(f"block {source}" if source else "embedding", justify="right")
+    for index, row in enumerate(reads):
+        kind = "head" if index == len(reads) - 1 else ("attention", "feed-forward")[index % 2]
+        table.add_row(f"{index + 1} {kind}", *(f"{weight:.2f}" for weight in row))
+    return table
 
 
 def query_norms(params: Any) -> list[float]:

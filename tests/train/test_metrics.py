@@ -4,7 +4,14 @@ import math
 import numpy as np
 import pytest
 
-from train.metrics import Clock, Display, MetricsWriter, evaluation_metrics, read_metrics
+from train.metrics import (
+    Clock,
+    Display,
+    MetricsWriter,
+    depth_table,
+    evaluation_metrics,
+    read_metrics,
+)
 
 
 def write(folder, start, *steps, **values):
@@ -120,3 +127,21 @@ def test_bar_on_a_terminal(capsys, monkeypatch):
     display.close()
     shown = capsys.readouterr().out
     assert "loss 2.5000  12,346 tokens/s" in shown and "above" in shown
+
+
+def test_depth_table_shows_the_newest_evaluation_read_by_read():
+    old = {"step": 1, "depth/weight/read_00/source_00": 0.5}
+    new = {
+        "step": 2,
+        "depth/weight/read_00/source_00": 1.0,
+        "depth/weight/read_01/source_00": 0.25,
+        "depth/weight/read_01/source_01": 0.75,
+    }
+    table = depth_table([old, new, {"step": 3, "loss": 1.0}])
+    columns = [[column.header, *column.cells] for column in table.columns]
+    assert columns == [
+        ["reader", "1 attention", "2 head"],
+        ["embedding", "1.00", "0.25"],
+        ["block 1", "", "0.75"],
+    ]
+    assert depth_table([{"step": 1, "loss": 1.0}]) is None

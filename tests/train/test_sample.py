@@ -5,8 +5,9 @@ from flax import nnx
 
 from tests.train.tiny_run import StandIn, tiny_config
 from train import loop
+from train.generate import generate, make_next_token
 from train.loop import prepare, train
-from train.sample import SampleOptions, generate, load_run, main, make_next_token
+from train.sample import load_run, main
 from train.tokenizer import load_tokenizer
 
 
@@ -22,8 +23,9 @@ def trained(tmp_path_factory):
 
 
 def sampled(trained, **options):
+    config, graphdef, params = trained
     tokenizer = load_tokenizer("byte")
-    return "".join(generate(*trained, tokenizer, SampleOptions(workdir="", **options)))
+    return "".join(generate(graphdef, params, tokenizer, context=config.context, **options))
 
 
 def test_same_seed_same_text(trained):
@@ -61,14 +63,13 @@ def test_rows_beyond_the_tokenizer_are_never_drawn(trained):
 
 def test_characters_are_never_cut(trained, monkeypatch):
     ids = iter([*"aé☃".encode(), 256, 65])
-    monkeypatch.setattr(
-        "train.sample.make_next_token", lambda *a, **k: lambda *arguments: next(ids)
-    )
-    pieces = list(
-        generate(*trained, load_tokenizer("byte"), SampleOptions(workdir="", prompt="x", tokens=9))
-    )
+    draw = "train.generate.make_next_token"
+    monkeypatch.setattr(draw, lambda *a, **k: lambda *arguments: next(ids))
+    config, graphdef, params = trained
+    tokenizer = load_tokenizer("byte")
+    pieces = generate(graphdef, params, tokenizer, context=config.context, prompt="x", tokens=9)
     # The end of the document ends the text.
-    assert pieces == ["a", "é", "☃"]
+    assert list(pieces) == ["a", "é", "☃"]
 
 
 def test_folder_without_checkpoint_is_refused(tmp_path, capsys):

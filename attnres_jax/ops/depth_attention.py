@@ -11,8 +11,8 @@ with raw outputs v_i as values, a learned pseudo-query w_l and key-norm gain g_l
 1/sqrt(d). With w_l = 0 every source weighs 1/n. Statistics, logits, softmax and sums are float32.
 
 Differentiating this line by line would keep float32 copies of every source. The derivative below
-keeps the sources themselves and scalars per token: inverse RMS, logits and their log-sum-exp. It is
-a JVP rule, so forward mode works; its tangent is computed under `jax.checkpoint`, so that reverse
+keeps the sources themselves and two scalars per token and source: inverse RMS and logit. It is a
+JVP rule, so forward mode works; its tangent is computed under `jax.checkpoint`, so that reverse
 mode, its transpose, recomputes everything else.
 """
 
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from attnres_jax.ops.rms_norm import inverse_rms
-from attnres_jax.ops.sources import Sources, as_rows, check_vectors
+from attnres_jax.ops.sources import Sources, as_rows, check_sources, check_vectors
 
 STATISTICS_NAME = "depth_attention_statistics"
 """`checkpoint_name` of the scalars per token that the derivatives keep."""
@@ -76,15 +76,11 @@ def depth_attention(
     References:
         Attention Residuals, arXiv:2603.15031, equations 2 to 4.
     """
-    rows, valid_n = as_rows(sources)
-    width = rows[0].shape[-1]
-    check_vectors("query_d", query_d, (width,))
-    check_vectors("gain_d", gain_d, (width,))
-    folded_sd = fold(query_d, gain_d)[None]
-    (output,), lse, logits = attend(rows, folded_sd, valid_n, eps)
-    if not return_weights:
-        return output
-    return output, softmax_weights(logits, lse, valid_n)[0]
+    values, count = check_sources(sources)
+    check_vectors("query_d", query_d, values[0].shape[-1:])
+    check_vectors("gain_d", gain_d, values[0].shape[-1:])
+    (output,), _, logits = attend(values, fold(query_d, gain_d)[None], count, eps)
+    return (output, depth_weights(logits, count)[0]) if return_weights else output
 
 
 def fold(query: jax.Array, gain: jax.Array) -> jax.Array:
@@ -92,47 +88,45 @@ def fold(query: jax.Array, gain: jax.Array) -> jax.Array:
     return query.astype(jnp.float32) * gain.astype(jnp.float32)
 
 
-def softmax_weights(logits: jax.Array, lse: jax.Array, valid_n: jax.Array | None) -> jax.Array:
-    """Depth weights float32 `[s, n, ...]` from logits `[s, n, ...]` and log-sum-exp `[s, ...]`."""
-    weights = jnp.exp(logits - lse[:, None])
-    if valid_n is None:
-        return weights
-    return jnp.where(_along_n(valid_n, logits), weights, 0.0)
+def depth_weights(logits: jax.Array, count: jax.Array | None) -> jax.Array:
+    """Softmax over n of logits `[s, n, ...]`, of the leading `count` if that is given."""
+    return jax.nn.softmax(_counted(logits, count), axis=1)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def attend(
-    rows: tuple[jax.Array, ...], folded_sd: jax.Array, valid_n: jax.Array | None, eps: float
+    values: tuple[jax.Array, ...] | jax.Array,
+    folded_sd: jax.Array,
+    count: jax.Array | None,
+    eps: float,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """Reads the same rows with S queries at once; `depth_attention` is S = 1.
+    """Reads the same sources with S queries at once; `depth_attention` is S = 1.
 
     Args:
-        rows: n arrays `[..., d]`.
+        values: n arrays `[..., d]`, or the values `[n, ..., d]` of a bank.
         folded_sd: float32 products of pseudo-query and gain.
-        valid_n: bool, which rows count; None means all.
+        count: How many rows of the bank count; None for arrays.
         eps: Added to the mean square of each row.
 
     Returns:
-        S outputs `[..., d]` in the rows' dtype, their float32 log-sum-exp `[s, ...]`, and float32
-        logits `[s, n, ...]` (of all rows, also those that do not count).
+        S outputs `[..., d]` in the sources' dtype, their float32 log-sum-exp `[s, ...]`, and
+        float32 logits `[s, n, ...]` (of all rows, also those that do not count).
     """
-    outputs, lse, logits, _ = _attend(rows, folded_sd, valid_n, eps)
+    outputs, lse, logits, _ = _attend(values, folded_sd, count, eps)
     return outputs, lse, logits
 
 
-def _attend(rows, folded_sd, valid_n, eps):
+def _attend(values, folded_sd, count, eps):
+    rows = as_rows(values, count)
     inverse_rms_n = [inverse_rms(row, eps=eps) for row in rows]
     logits = _stack_n(
         [_dot(row, folded_sd) * r[None] for row, r in zip(rows, inverse_rms_n, strict=True)]
     )
-    if len(rows) == 1 and valid_n is None:
+    if len(rows) == 1:
         outputs, lse = rows * folded_sd.shape[0], logits[:, 0]  # One source: the identity, exactly.
     else:
-        counted = logits
-        if valid_n is not None:
-            counted = jnp.where(_along_n(valid_n, logits), logits, -jnp.inf)
-        lse = jax.nn.logsumexp(counted, axis=1)
-        weights = softmax_weights(logits, lse, valid_n)
+        lse = jax.nn.logsumexp(_counted(logits, count), axis=1)
+        weights = depth_weights(logits, count)
         outputs = tuple(_weighted_sum(w, rows).astype(rows[0].dtype) for w in weights)
     lse, logits, inverse_rms_n = checkpoint_name((lse, logits, inverse_rms_n), STATISTICS_NAME)
     return checkpoint_name(outputs, OUTPUT_NAME), lse, logits, inverse_rms_n
@@ -140,21 +134,22 @@ def _attend(rows, folded_sd, valid_n, eps):
 
 @attend.defjvp
 def _attend_jvp(eps, primals, tangents):
-    rows, folded_sd, valid_n = primals
-    drows, dfolded_sd, _ = tangents
-    outputs, lse, logits, inverse_rms_n = _attend(rows, folded_sd, valid_n, eps)
-    tangents_out = jax.checkpoint(_attend_tangent)(
-        (rows, folded_sd, valid_n, lse, logits, inverse_rms_n), drows, dfolded_sd
-    )
-    return (outputs, lse, logits), tangents_out
+    values, folded_sd, count = primals
+    dvalues, dfolded_sd, _ = tangents
+    outputs, lse, logits, inverse_rms_n = _attend(values, folded_sd, count, eps)
+    kept = values, folded_sd, count, logits, inverse_rms_n
+    return (outputs, lse, logits), jax.checkpoint(_attend_tangent)(kept, dvalues, dfolded_sd)
 
 
-def _attend_tangent(kept, drows, dfolded_sd):
-    rows, folded_sd, valid_n, lse, logits, inverse_rms_n = kept
+def _attend_tangent(kept, dvalues, dfolded_sd):
+    values, folded_sd, count, logits, inverse_rms_n = kept
+    rows = as_rows(values, count)
     dtype = rows[0].dtype
+    # Converted once: in the transpose, all that a row's gradient sums is summed in float32.
+    drows = tuple(_f32(row) for row in as_rows(dvalues, count))
 
     def logits_tangent(row, drow, r, logits_s):
-        dlog_rms = jnp.square(r) * jnp.mean(_f32(row) * _f32(drow), axis=-1)
+        dlog_rms = jnp.square(r) * jnp.mean(_f32(row) * drow, axis=-1)
         return (_dots(drow, folded_sd) + _dot(row, dfolded_sd)) * r[None] - logits_s * dlog_rms[
             None
         ]
@@ -165,16 +160,38 @@ def _attend_tangent(kept, drows, dfolded_sd):
             for i, (row, drow, r) in enumerate(zip(rows, drows, inverse_rms_n, strict=True))
         ]
     )
-    if len(rows) == 1 and valid_n is None:
-        return drows * folded_sd.shape[0], dlogits[:, 0], dlogits
-    weights = softmax_weights(logits, lse, valid_n)
+    if len(rows) == 1:
+        return (drows[0].astype(dtype),) * folded_sd.shape[0], dlogits[:, 0], dlogits
+    weights = depth_weights(logits, count)
     dlse = jnp.sum(weights * dlogits, axis=1)
-    dweights = weights * (dlogits - dlse[:, None])
+    dweights = _softmax_tangent(weights, dlogits)
     doutputs = tuple(
         (_weighted_sum(w, drows) + _weighted_sum(dw, rows)).astype(dtype)
         for w, dw in zip(weights, dweights, strict=True)
     )
     return doutputs, dlse, dlogits
+
+
+def _softmax_tangent(weights: jax.Array, dlogits: jax.Array) -> jax.Array:
+    """`w_i (dlogit_i - sum_j w_j dlogit_j)` over axis 1, accurate also where one weight is near 1.
+
+    There the two terms of the heaviest source cancel to rounding noise. Written with differences to
+    that source it is `dw_i = w_i (diff_i - sum_j w_j diff_j)` for the others, and minus their sum
+    for itself: a symmetric map, so that its transpose is as accurate.
+    """
+    indices = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    heaviest = indices == jnp.argmax(weights, axis=1, keepdims=True)
+    others = jnp.where(heaviest, 0.0, weights)
+    diff = dlogits - jnp.sum(jnp.where(heaviest, dlogits, 0.0), axis=1, keepdims=True)
+    dothers = others * (diff - jnp.sum(others * diff, axis=1, keepdims=True))
+    return dothers - jnp.where(heaviest, jnp.sum(dothers, axis=1, keepdims=True), 0.0)
+
+
+def _counted(logits: jax.Array, count: jax.Array | None) -> jax.Array:
+    if count is None:
+        return logits
+    indices = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.where(indices < count, logits, -jnp.inf)
 
 
 def _f32(x: jax.Array) -> jax.Array:
@@ -211,8 +228,3 @@ def _weighted_sum(weights_n: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Arra
 def _stack_n(per_source: list[jax.Array]) -> jax.Array:
     """`[s, ...]` for each of n sources -> `[s, n, ...]`."""
     return jnp.stack(per_source, axis=1)
-
-
-def _along_n(valid_n: jax.Array, like: jax.Array) -> jax.Array:
-    """Boolean `[n]` -> `[1, n, 1, ...]`, to broadcast against `[s, n, ...]`."""
-    return valid_n.reshape((1, -1) + (1,) * (like.ndim - 2))

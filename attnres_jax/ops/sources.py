@@ -36,47 +36,55 @@ class Bank(NamedTuple):
 Sources = Sequence[jax.Array] | Bank
 
 
-def as_rows(sources: Sources) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Splits sources into rows and says which of them count.
+def check_sources(
+    sources: Sources,
+) -> tuple[tuple[jax.Array, ...] | jax.Array, jax.Array | None]:
+    """Checks sources and tells their two forms apart.
 
     Args:
         sources: Arrays `[..., d]` of one shape and dtype, or a `Bank`.
 
     Returns:
-        The rows, and bool `[n]` marking the filled rows of a bank or None where all rows count.
+        Those arrays and None, or the bank's `[n_max, ..., d]` and its count.
 
     Raises:
-        ValueError: There is no source, or shapes or dtypes differ.
+        ValueError: There is no source, or shapes or dtypes do not fit.
     """
-    if isinstance(sources, Bank):
-        n_max = sources.values.shape[0]
-        if n_max == 0:
-            raise ValueError("sources: a bank needs at least one row; got n_max = 0")
-        # The transpose of a split is one concatenate; that of n slices would be n padded sums.
-        rows = [row[0] for row in jax.lax.split(sources.values, [1] * n_max, axis=0)]
-        valid_n = jnp.arange(n_max) < sources.count
-        # Selecting, not multiplying: a row past the count may hold NaN.
-        return tuple(
-            jnp.where(valid_n[i], row, jnp.zeros_like(row)) for i, row in enumerate(rows)
-        ), valid_n
     if isinstance(sources, jax.Array):
         raise ValueError(
             f"sources: expected a sequence of arrays or a Bank, got one array of shape"
             f" {sources.shape}; pass tuple(array), or Bank(array, count) to attend to leading rows"
         )
-    rows = tuple(sources)
-    if not rows:
-        raise ValueError("sources: depth attention needs at least one source, got none")
-    for i, row in enumerate(rows):
-        if row.shape != rows[0].shape or row.dtype != rows[0].dtype:
+    values = sources.values if isinstance(sources, Bank) else tuple(sources)
+    if len(values) == 0:
+        raise ValueError(
+            "sources: depth attention needs at least one source; got no arrays, or a bank of no rows"
+        )
+    first = values[0]
+    for i, row in enumerate(values):
+        if row.shape != first.shape or row.dtype != first.dtype:
             raise ValueError(
                 f"sources: all must have one shape and dtype; sources[0] is"
-                f" {rows[0].dtype}{list(rows[0].shape)}, sources[{i}] is"
-                f" {row.dtype}{list(row.shape)}"
+                f" {first.dtype}{list(first.shape)}, sources[{i}] is {row.dtype}{list(row.shape)}"
             )
-    if not jnp.issubdtype(rows[0].dtype, jnp.floating):
-        raise ValueError(f"sources: expected a floating dtype, got {rows[0].dtype}")
-    return rows, None
+    if first.ndim == 0 or not jnp.issubdtype(first.dtype, jnp.floating):
+        raise ValueError(
+            "sources: expected floating arrays [..., d], got"
+            f" {first.dtype}{list(first.shape)} for each"
+        )
+    return values, sources.count if isinstance(sources, Bank) else None
+
+
+def as_rows(
+    values: tuple[jax.Array, ...] | jax.Array, count: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Splits what `check_sources` returns into n arrays `[..., d]`, zero past a bank's count."""
+    if isinstance(values, tuple) or count is None:
+        return tuple(values)
+    # The transpose of a split is one concatenate; that of n slices would be n padded sums.
+    rows = [row[0] for row in jax.lax.split(values, [1] * values.shape[0], axis=0)]
+    # Selecting, not multiplying: a row past the count may hold NaN.
+    return tuple(jnp.where(i < count, row, jnp.zeros_like(row)) for i, row in enumerate(rows))
 
 
 def check_vectors(name: str, vectors: jax.Array, shape: tuple[int, ...]) -> None:

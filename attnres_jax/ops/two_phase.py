@@ -21,11 +21,11 @@ from attnres_jax.ops.depth_attention import (
     OUTPUT_NAME,
     STATISTICS_NAME,
     attend,
+    depth_weights,
     fold,
-    softmax_weights,
 )
 from attnres_jax.ops.rms_norm import inverse_rms
-from attnres_jax.ops.sources import Sources, as_rows, check_vectors
+from attnres_jax.ops.sources import Sources, check_sources, check_vectors
 
 PARTIAL_SUM_NAME = "partial_sum"
 """`checkpoint_name` of the open block's partial sum after each sub-layer."""
@@ -78,19 +78,17 @@ def inter_block(
         Attention Residuals, arXiv:2603.15031, algorithm 1, phase 1 (there with an un-normalised
         output; normalised, it can be stored in bfloat16).
     """
-    rows, valid_n = as_rows(sources)
+    values, count = check_sources(sources)
     if query_sd.ndim != 2 or query_sd.shape[0] == 0:
         raise ValueError(
             "query_sd: expected one pseudo-query a row, [s, d] with s >= 1,"
             f" got {list(query_sd.shape)}"
         )
-    shape = (query_sd.shape[0], rows[0].shape[-1])
+    shape = (query_sd.shape[0], values[0].shape[-1])
     check_vectors("query_sd", query_sd, shape)
     check_vectors("gain_sd", gain_sd, shape)
-    outputs, lse, logits = attend(rows, fold(query_sd, gain_sd), valid_n, eps)
-    if not return_weights:
-        return outputs, lse
-    return outputs, lse, softmax_weights(logits, lse, valid_n)
+    outputs, lse, logits = attend(values, fold(query_sd, gain_sd), count, eps)
+    return (outputs, lse, depth_weights(logits, count)) if return_weights else (outputs, lse)
 
 
 def merge(
@@ -155,18 +153,15 @@ def merge(
     for name, vector in (("query_d", query_d), ("gain_d", gain_d), ("norm_gain_d", norm_gain_d)):
         if vector is not None:
             check_vectors(name, vector, output.shape[-1:])
-    if partial_sum is not None and update is not None:
-        summed = (_f32(partial_sum) + _f32(update)).astype(partial_sum.dtype)
-    else:
-        summed = update if partial_sum is None else partial_sum
-    if summed is None:
+    if partial_sum is None:
+        partial_sum, update = update, None
+    if partial_sum is None:
         raise ValueError(
             "merge: pass partial_sum, update or both; with neither, phase 1 is the read"
         )
-    summed = checkpoint_name(summed, PARTIAL_SUM_NAME)
     norm_gain = None if norm_gain_d is None else _f32(norm_gain_d)
-    hidden, gate = _merge(
-        (output, lse, summed, fold(query_d, gain_d), norm_gain),
+    summed, hidden, gate = _merge(
+        (output, lse, partial_sum, update, fold(query_d, gain_d), norm_gain),
         eps,
         eps if norm_eps is None else norm_eps,
     )
@@ -179,7 +174,10 @@ def _merge(inputs, eps, norm_eps):
 
 
 def _merge_forward(inputs, eps, norm_eps):
-    output, lse, summed, folded, norm_gain = inputs
+    output, lse, summed, update, folded, norm_gain = inputs
+    if update is not None:
+        summed = (_f32(summed) + _f32(update)).astype(summed.dtype)
+    summed = checkpoint_name(summed, PARTIAL_SUM_NAME)
     r = inverse_rms(summed, eps=eps)
     logit = jnp.sum(_f32(summed) * _along_d(folded, summed), axis=-1) * r
     read = _interpolate(output, summed, logit - lse)
@@ -189,44 +187,44 @@ def _merge_forward(inputs, eps, norm_eps):
         read_r = jax.lax.rsqrt(jnp.mean(jnp.square(read), axis=-1) + norm_eps)
         hidden = read * read_r[..., None] * _along_d(norm_gain, read)
     kept = checkpoint_name((lse, r, logit, read_r), STATISTICS_NAME)
-    return (
-        checkpoint_name(hidden.astype(output.dtype), OUTPUT_NAME),
-        jax.nn.sigmoid(logit - lse),
-    ), kept
+    hidden = checkpoint_name(hidden.astype(output.dtype), OUTPUT_NAME)
+    return (summed, hidden, jax.nn.sigmoid(logit - lse)), kept
 
 
 @_merge.defjvp
 def _merge_jvp(eps, norm_eps, primals, tangents):
     (inputs,), (dinputs,) = primals, tangents
     outputs, kept = _merge_forward(inputs, eps, norm_eps)
-    output, _, summed, folded, norm_gain = inputs
+    output, *_, folded, norm_gain = inputs
     return outputs, jax.checkpoint(_merge_tangent)(
-        (output, summed, folded, norm_gain, *kept), dinputs
+        (output, outputs[0], folded, norm_gain, *kept), dinputs
     )
 
 
 def _merge_tangent(kept, dinputs):
     output, summed, folded, norm_gain, lse, r, logit, read_r = kept
-    doutput, dlse, dsummed, dfolded, dnorm_gain = dinputs
+    doutput, dlse, dsummed, dupdate, dfolded, dnorm_gain = dinputs
+    # Summed in float32 and used as such: in the transpose, each gradient is rounded once.
+    dsummed = _f32(dsummed) if dupdate is None else _f32(dsummed) + _f32(dupdate)
     gate, rest = jax.nn.sigmoid(logit - lse), jax.nn.sigmoid(lse - logit)
 
-    ddot = _f32(dsummed) * _along_d(folded, summed) + _f32(summed) * _along_d(dfolded, summed)
-    dlog_rms = jnp.square(r) * jnp.mean(_f32(summed) * _f32(dsummed), axis=-1)
+    ddot = dsummed * _along_d(folded, summed) + _f32(summed) * _along_d(dfolded, summed)
+    dlog_rms = jnp.square(r) * jnp.mean(_f32(summed) * dsummed, axis=-1)
     dlogit = jnp.sum(ddot, axis=-1) * r - logit * dlog_rms
     dgate = gate * rest * (dlogit - dlse)
     dread = (
         rest[..., None] * _f32(doutput)
-        + gate[..., None] * _f32(dsummed)
+        + gate[..., None] * dsummed
         + dgate[..., None] * (_f32(summed) - _f32(output))
     )
     if norm_gain is None:
-        return dread.astype(output.dtype), dgate
+        return dsummed.astype(summed.dtype), dread.astype(output.dtype), dgate
     read = _interpolate(output, summed, logit - lse)
     dlog_read_rms = jnp.square(read_r) * jnp.mean(read * dread, axis=-1)
     dnormalised = (dread - read * dlog_read_rms[..., None]) * read_r[..., None]
     dhidden = dnormalised * _along_d(norm_gain, read)
     dhidden += read * read_r[..., None] * _along_d(dnorm_gain, read)
-    return dhidden.astype(output.dtype), dgate
+    return dsummed.astype(summed.dtype), dhidden.astype(output.dtype), dgate
 
 
 def _interpolate(output: jax.Array, summed: jax.Array, difference: jax.Array) -> jax.Array:

@@ -7,9 +7,12 @@ Axis letters, used as suffixes of array names (`queries_sd` is `[s, d]`) and in 
 
 from attnres_jax.models import ModelConfig as ModelConfig
 from attnres_jax.models import TransformerLM as TransformerLM
+from attnres_jax.models import retrofit as retrofit
+from attnres_jax.models import scaling_law_model as scaling_law_model
 from attnres_jax.modules import AttentionResidual as AttentionResidual
 from attnres_jax.modules import AttentionResidualStack as AttentionResidualStack
 from attnres_jax.ops import Bank as Bank
+from attnres_jax.ops import BlockState as BlockState
 from attnres_jax.ops import depth_attention as depth_attention
 from attnres_jax.ops import inter_block as inter_block
 from attnres_jax.ops import merge as merge

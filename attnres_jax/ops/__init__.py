@@ -1,5 +1,6 @@
 """Pure functions on arrays: depth attention, direct and in two phases. No Flax."""
 
+from attnres_jax.ops.block import BlockState as BlockState
 from attnres_jax.ops.depth_attention import depth_attention as depth_attention
 from attnres_jax.ops.rms_norm import inverse_rms as inverse_rms
 from attnres_jax.ops.rms_norm import rms_norm as rms_norm

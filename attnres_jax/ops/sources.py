@@ -58,7 +58,7 @@ def check_sources(
     values = sources.values if isinstance(sources, Bank) else tuple(sources)
     if len(values) == 0:
         raise ValueError(
-            "sources: depth attention needs at least one source; got no arrays, or a bank of no rows"
+            "sources: depth attention needs at least one source; got none, or a bank without rows"
         )
     first = values[0]
     for i, row in enumerate(values):

@@ -82,7 +82,7 @@ def draw(weights_ln: np.ndarray, title: str, output: pathlib.Path) -> None:
         if np.isfinite(weight):
             colour = "black" if weight > 0.6 else "white"
             axes.text(source, read, f"{weight:.2f}", ha="center", va="center", color=colour)
-    kinds = ["attention", "feed-forward"] * (num_reads // 2) + ["head"]
+    kinds = [("attention", "feed-forward")[i % 2] for i in range(num_reads - 1)] + ["head"]
     axes.set_yticks(range(num_reads), [f"{i + 1} {kind}" for i, kind in enumerate(kinds)])
     labels = ["embedding", *(f"block {n}" for n in range(1, num_sources))]
     axes.set_xticks(range(num_sources), labels)

@@ -214,7 +214,8 @@ def train(run: Run, command: str) -> int:
     in_flight = None
     stop = StopSignals()
     try:
-        with stop:
+        # Kernels that the compiler cannot partition ask which mesh they are on.
+        with stop, jax.set_mesh(mesh):
             if step and _evaluation_due(config, step) and not evaluated:
                 evaluate(state.params)  # The earlier process was told to stop before it could.
             compiling = True

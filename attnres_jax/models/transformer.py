@@ -122,7 +122,7 @@ class TransformerLM(nnx.Module):
             each sub-layer and the head read, before their norms.
         """
         c = self.config
-        hidden_btd = self.embedding_table[...].astype(c.compute_dtype)[tokens_bt]
+        hidden_btd = self.embedding_table[...][tokens_bt].astype(c.compute_dtype)
         plan = plan_blocks(c)
         captured, num_sources = [], 1
         if self.final_read is None:

@@ -96,7 +96,7 @@ def is_public(name: str) -> bool:
 
 @pytest.mark.parametrize(
     "folder, others",
-    [("train", ("train",)), ("configs", ("train.config",))],
+    [("train", ("train",)), ("configs", ("configs", "train.config"))],
 )
 def test_the_application_imports_public_names_only(folder, others):
     assert (

@@ -91,9 +91,7 @@ def new_stack(num_sublayers, block_size, **kwargs):
     return linen.AttentionResidualStack(sublayers, block_size=block_size, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "num_sublayers, block_size, reads_per_group", [(4, 1, None), (5, 2, None), (5, 3, 2), (3, 8, 1)]
-)
+@pytest.mark.parametrize("num_sublayers, block_size, reads_per_group", [(3, 1, None), (5, 3, 2)])
 def test_a_stack_matches_the_oracle_in_value_and_every_gradient(
     num_sublayers, block_size, reads_per_group
 ):
@@ -142,12 +140,12 @@ def test_a_stack_equals_the_nnx_stack_around_the_same_functions():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_init_makes_zero_queries_and_unit_gains(jit):
-    init = functools.partial(new_stack(5, 2).init, jax.random.key(0))
+    init = functools.partial(new_stack(3, 2).init, jax.random.key(0))
     variables = (jax.jit(init) if jit else init)(jnp.ones((B, T, D)))
     assert variables.keys() == {"params"}
     params = variables["params"]
     shapes = jax.tree.map(jnp.shape, params)
-    assert shapes == jax.tree.map(jnp.shape, params_of(oracles.stack_parameters(0, 5, D)))
+    assert shapes == jax.tree.map(jnp.shape, params_of(oracles.stack_parameters(0, 3, D)))
     for reads in (params, params["final_read"]):
         assert (reads["query"] == 0).all() and (reads["gain"] == 1).all()
         assert reads["query"].dtype == reads["gain"].dtype == jnp.float32

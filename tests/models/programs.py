@@ -33,7 +33,6 @@ FULL = tiny(residual="full", tie_embeddings=False)
 MODELS = {
     "standard, untied head, one key-value head for each head": STANDARD,
     "full, untied head": FULL,
-    "block size 2": tiny(block_size=2),
     "block size 3 ends inside a layer, groups of two reads": tiny(block_size=3, reads_per_group=2),
     "block size 4 leaves a short last block": tiny(block_size=4, tie_embeddings=False),
     "block size 6 scans within its one block": tiny(block_size=6),

@@ -19,15 +19,12 @@ B, T, D = 2, 3, 8
 
 # Sub-layers, block size (None: one source for each output), reads that share a first phase.
 CASES = [
-    (1, 1, None),
     (1, 4, None),
     (4, 1, None),
     (3, 1, 2),
     (5, 2, None),
     (5, 3, 2),
-    (10, 4, 3),
-    (4, 8, None),
-    (5, 5, 1),
+    (4, 8, 1),
 ]
 
 
@@ -226,8 +223,18 @@ def test_a_stack_holds_parameters_only_and_calling_it_twice_changes_nothing():
     before = jax.tree.map(np.array, before)
     graphdef = nnx.graphdef(stack)
     embedding, _ = case(5)
-    first, second = stack(embedding), stack(embedding)
-    np.testing.assert_array_equal(first, second)
+
+    @jax.jit
+    def twice(params):
+        stack = nnx.merge(graphdef, params)
+        first, second = stack(embedding), stack(embedding)
+        assert nnx.graphdef(stack) == graphdef
+        return first, second, nnx.state(stack)
+
+    first, second, after = twice(nnx.state(stack))
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    stack(embedding)
     assert nnx.graphdef(stack) == graphdef
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(stack))
 

@@ -89,8 +89,7 @@ def test_a_training_step_holds_no_stack_of_sources(compute_dtype):
     assert_no_stack(program.compile().as_text())
 
 
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("compute_dtype, remat", [("float32", "none"), ("bfloat16", "full")])
 def test_a_scan_stacks_its_own_reads_and_no_sources(compute_dtype, remat):
     # Twelve sub-layers after the first are six pairs; there are one and two finished sources.
     config = wide(block_size=13, num_layers=13, compute_dtype=compute_dtype, remat=remat)

@@ -16,20 +16,20 @@ def get_config() -> Config:
         model=ModelConfig(
             vocab_size=257,
             width=128,
-            num_layers=6,
+            num_layers=4,
             num_heads=4,
             feed_forward_width=344,
             residual="block",
             block_size=4,
         ),
         optimizer=OptimizerConfig(
-            name="muon", learning_rate=3e-3, schedule="wsd", warmup_steps=50, decay_fraction=0.4
+            name="muon", learning_rate=5e-3, schedule="wsd", warmup_steps=50, decay_fraction=0.4
         ),
-        steps=800,
+        steps=1200,
         batch_size=8,
-        context=256,
+        context=128,
         evaluate_every=400,
-        evaluation_tokens=50_000,
+        evaluation_tokens=100_000,
         checkpoint_every=400,
         sample_tokens=400,
     )

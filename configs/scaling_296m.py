@@ -1,10 +1,10 @@
 """Row 296M of the paper's scaling table: 14 layers, 14 heads, width 1024. A dense stand-in.
 
-    python -m train.prepare --output=data/prepared --data.source=text --data.paths 'text/**/*.txt' \\
-        --train-tokenizer --vocab-size=32768
+    python -m train.prepare --output=data/prepared --train-tokenizer --vocab-size=32768 ...
     python -m train --config=configs/scaling_296m.py
 
-62.1 billion tokens. For accelerators; it has not been trained by the authors of this file.
+62.1 billion tokens, of your own text: `python -m train.prepare --help`. For accelerators; the
+authors have not trained it.
 """
 
 from configs.scaling import scaling_config

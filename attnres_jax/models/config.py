@@ -79,8 +79,12 @@ class ModelConfig:
                     f" got {getattr(self, name)!r}"
                 )
         for name in ("norm_eps", "embedding_std", "rope_theta"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}: must be positive and finite, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}: expected a positive finite number, got {value!r}")
+        for name in ("tie_embeddings", "float32_partial_sum", "retrofit"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.head_width is None and self.width % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide width={self.width}; choose a divisor"

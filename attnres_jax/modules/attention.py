@@ -114,7 +114,12 @@ def causal_attention(
     else:
         use_splash = implementation == "splash"
     if not use_splash:
-        return jax.nn.dot_product_attention(query_bthk, key_btgk, value_btgk, is_causal=True)
+        dtype = query_bthk.dtype
+        inputs = query_bthk, key_btgk, value_btgk
+        if dtype == jnp.float16 and jax.default_backend() == "cpu":
+            # XLA's CPU compiler has no float16 product that is summed in float32.
+            inputs = [x.astype(jnp.float32) for x in inputs]
+        return jax.nn.dot_product_attention(*inputs, is_causal=True).astype(dtype)
     if t % 128:
         raise ValueError(
             f"splash attention needs a context that is a multiple of 128, got {t}; change the"

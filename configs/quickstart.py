@@ -25,11 +25,11 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(
             name="muon", learning_rate=5e-3, schedule="wsd", warmup_steps=50, decay_fraction=0.4
         ),
-        steps=1200,
+        steps=1100,
         batch_size=8,
         context=128,
-        evaluate_every=400,
+        evaluate_every=550,
         evaluation_tokens=100_000,
-        checkpoint_every=400,
+        checkpoint_every=550,
         sample_tokens=400,
     )

@@ -14,6 +14,8 @@ _NOT_TEXT_FOR_TRAINING = {
     "tests",
     "idle_test",
     "__pycache__",
+    "encodings",  # Tables of characters, which are a tenth of the bytes and hardly code.
+    "pydoc_data",
 }
 
 

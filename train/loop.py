@@ -284,8 +284,9 @@ def _show_what_it_learned(
             tokenizer,
             context=config.context,
             tokens=config.sample_tokens,
+            temperature=0.6,
         )
-        print(f"--- a sample of {config.sample_tokens} tokens at most ---")
+        print(f"--- a sample of {config.sample_tokens} tokens at most, temperature 0.6 ---")
         for text in pieces:
             print(text, end="", flush=True)
         print("\n---")

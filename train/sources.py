@@ -3,8 +3,9 @@
 An index holds offsets, never text, and the check happens while it is built, so that a run stops
 before anything is compiled. Every source gives documents of UTF-8 text:
 
-- stdlib: the .py files of the running interpreter's standard library, without its test suites and
-  without files made for this machine. Files that are empty or not UTF-8 are skipped and counted.
+- stdlib: the .py files of the running interpreter's standard library, without its test suites,
+  its tables and files made for this machine. Files that are empty or not UTF-8 are skipped and
+  counted.
 - text: files. jsonl: one JSON object a line. parquet: one row each.
 - Text longer than `max_document_bytes` is cut after a line end, or inside a line (between two
   characters) where the line is longer. Memory stays bounded by that size, for JSONL by the longest

@@ -277,7 +277,7 @@ def test_the_standard_library_is_found_quickly_without_its_tests():
     names = {os.path.basename(path) for path in documents.files}
     assert {"ast.py", "argparse.py"} <= names
     folders = {part for path in documents.files for part in path.split(os.sep)}
-    assert not folders & {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert not folders & {"site-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
     assert documents.counts["train_bytes"] > 5_000_000
 
 

@@ -21,10 +21,12 @@ from typing import Annotated, Any
 import rich.console
 import tyro
 
+from train.arguments import read_arguments
 from train.checkpoint import CheckpointError
 from train.config import Config
-from train.loop import NonFiniteError, abstract_setup, prepare, train
+from train.loop import NonFiniteError, prepare, train
 from train.optimizer import parameter_table
+from train.setup import abstract_setup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,13 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     """Reads the config file and lays the settings of the command line over it.
 
     Raises:
-        ValueError: There is no usable config file.
-        SystemExit: The settings are refused, with code 2, or help was asked for.
+        ValueError: There is no usable config file, or a setting is refused.
+        SystemExit: Help was asked for.
     """
     prog = "python -m train"
     # The file gives the defaults of every other option, so its name has to be known first.
-    option, _ = tyro.cli(
-        _ConfigOption, args=arguments, prog=prog, add_help=False, return_unknown_args=True
+    option, _ = read_arguments(
+        _ConfigOption, arguments, prog=prog, add_help=False, return_unknown_args=True
     )
     if option.config is None:
         if not {"-h", "--help"} & set(arguments):
@@ -91,9 +93,9 @@ def parse(arguments: Sequence[str]) -> CommandLine:
             raise ValueError(
                 f"--config=configs/NAME.py is missing{hint}; --help lists every setting"
             )
-        return tyro.cli(CommandLine, args=arguments, prog=prog)
+        return read_arguments(CommandLine, arguments, prog=prog)
     default = CommandLine(config=option.config, run=load_config(option.config))
-    return tyro.cli(CommandLine, args=arguments, default=default, prog=prog)
+    return read_arguments(CommandLine, arguments, default=default, prog=prog)
 
 
 def load_config(path: pathlib.Path) -> Config:

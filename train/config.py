@@ -101,6 +101,9 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     workdir: str
     """Folder for the resolved config, metrics and checkpoints; a run found there is resumed."""
+    retrofit_from: str = ""
+    """Folder of a finished run with the standard residual, whose weights start this one; set
+    model.retrofit too."""
     steps: int
     """Optimizer updates in the whole run."""
     batch_size: int

@@ -1,6 +1,5 @@
 """The training loop, read from top to bottom: set up, restore, train, evaluate, save, finish."""
 
-import functools
 import json
 import os
 import pathlib
@@ -9,12 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 import rich.console
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from attnres_jax import TransformerLM
 from train import metrics as metrics_lib
 from train import step as step_lib
 from train.checkpoint import Checkpoints, check_same_run, describe
@@ -27,24 +23,13 @@ from train.data import (
     validation_batches,
 )
 from train.generate import generate
-from train.optimizer import make_optimizer
+from train.setup import Setup, abstract_setup, check_retrofit, first_state
 from train.signals import StopSignals, stopping_everywhere
 from train.tokenizer import load_tokenizer
 
 
 class NonFiniteError(RuntimeError):
     """The run stopped at a loss or gradient that is not finite."""
-
-
-class Setup(NamedTuple):
-    """Model and optimizer of a configuration, described without computing anything."""
-
-    mesh: jax.sharding.Mesh
-    graphdef: Any
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-    template: step_lib.TrainState
-    """Shapes, dtypes and shardings of the state."""
 
 
 class Run(NamedTuple):
@@ -55,23 +40,6 @@ class Run(NamedTuple):
     batches: Any
     validation: Validation
     description: dict[str, Any]
-
-
-def abstract_setup(config: Config) -> Setup:
-    """Builds everything about model and optimizer that needs no arithmetic.
-
-    Raises:
-        ValueError: A parameter has no optimizer group.
-    """
-    mesh = step_lib.data_mesh()
-    optimizer, schedule = make_optimizer(config.optimizer, config.steps)
-    model = nnx.eval_shape(lambda: TransformerLM(config.model, rngs=nnx.Rngs(config.seed)))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
-        jax.eval_shape(lambda: _init_state(config, optimizer)),
-    )
-    return Setup(mesh, nnx.graphdef(model), optimizer, schedule, template)
 
 
 def prepare(config: Config) -> Run:
@@ -88,6 +56,8 @@ def prepare(config: Config) -> Run:
             f"batch_size / optimizer.accumulate: {microbatch} sequences cannot be shared by"
             f" {num_devices} devices; make it a multiple of {num_devices}"
         )
+    if config.retrofit_from:
+        check_retrofit(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     documents = load_documents(config.data, tokenizer)
@@ -142,15 +112,10 @@ def train(run: Run, command: str) -> int:
     # ------------------------------------------------------------------- restore or initialise
     checkpoints = Checkpoints(workdir, config.keep_checkpoints)
     state = checkpoints.restore(setup.template, batches)
-    step = 0
-    if state is not None:
-        step = int(state.step)
-    else:
-        replicated = NamedSharding(mesh, PartitionSpec())
-        initialise = jax.jit(
-            functools.partial(_init_state, config, setup.optimizer), out_shardings=replicated
-        )
-        state = initialise()
+    added = []
+    if state is None:
+        state, added = first_state(config, setup)
+    step = int(state.step)
     evaluated = any(
         line["step"] == step and "validation/loss" in line
         for line in metrics_lib.read_metrics(workdir)
@@ -179,6 +144,8 @@ def train(run: Run, command: str) -> int:
         display.print(
             f"{num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}"
         )
+        if added:
+            display.print(f"weights from {config.retrofit_from}; new: {', '.join(added)}")
 
     def finish_step(number: int, metrics: step_lib.Metrics) -> None:
         """Fetches, checks and records the metrics of a step, after the next one is dispatched."""
@@ -262,12 +229,6 @@ def train(run: Run, command: str) -> int:
     more = "" if step < config.steps else " --steps=MORE"
     display.print(f"continue:  {command}{more}")
     return 0 if stop.number is None else 128 + stop.number
-
-
-def _init_state(config: Config, optimizer: optax.GradientTransformation) -> step_lib.TrainState:
-    model = TransformerLM(config.model, rngs=nnx.Rngs(config.seed))
-    params = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
-    return step_lib.initial_state(params, optimizer)
 
 
 def _show_what_it_learned(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tyro
 
+from train.arguments import read_arguments
 from train.metrics import read_metrics
 
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: Those after `python -m train.plot`.
     """
-    options = tyro.cli(PlotOptions, args=arguments, prog="python -m train.plot")
     try:
+        options = read_arguments(PlotOptions, arguments, prog="python -m train.plot")
         step, weights_ln = newest_depth_weights(options.workdir)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,9 +18,9 @@ import sys
 
 import rich.console
 import rich.progress
-import tyro
 from array_record.python import array_record_module
 
+from train.arguments import read_arguments
 from train.config import DataConfig
 from train.data import load_documents
 from train.files import DataError
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Without this a terminated run would leave its unfinished folder behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        config = tyro.cli(PrepareConfig, args=arguments, prog="python -m train.prepare")
+        config = read_arguments(PrepareConfig, arguments, prog="python -m train.prepare")
         metadata = prepare(config, console)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

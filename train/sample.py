@@ -7,14 +7,11 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import tyro
-
-from train.checkpoint import CheckpointError, Checkpoints
-from train.config import Config, from_json
+from train.arguments import read_arguments
+from train.checkpoint import CheckpointError
 from train.generate import generate
-from train.loop import abstract_setup
+from train.setup import load_run
 from train.tokenizer import load_tokenizer
 
 
@@ -50,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", force=True)
     # Orbax logs housekeeping as warnings.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    options = tyro.cli(SampleOptions, args=arguments, prog="python -m train.sample")
     try:
+        options = read_arguments(SampleOptions, arguments, prog="python -m train.sample")
         config, graphdef, params = load_run(options.workdir)
         tokenizer = load_tokenizer(config.data.tokenizer)
         print(options.prompt, end="", flush=True)
@@ -76,28 +73,6 @@ def main(arguments: Sequence[str]) -> int:
         print()
         return 130
     return 0
-
-
-def load_run(workdir: str) -> tuple[Config, Any, Any]:
-    """Restores the newest checkpoint of a run.
-
-    Returns:
-        The configuration, the model's definition and its parameters.
-
-    Raises:
-        ValueError: The folder holds no checkpoint, or one of another version.
-        CheckpointError: No checkpoint can be read.
-    """
-    checkpoints = Checkpoints(workdir, read_only=True)
-    description = checkpoints.newest_description()
-    if description is None:
-        raise ValueError(f"{workdir} holds no checkpoint; --workdir names the folder of a run")
-    config = from_json(description["settings"])
-    setup = abstract_setup(config)
-    state = checkpoints.restore(setup.template, None)
-    checkpoints.close()
-    assert state is not None
-    return config, setup.graphdef, state.params
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.train.tiny_run import StandIn, one_device, tiny_config
-from train import loop
+from train import loop, setup
 from train.checkpoint import Checkpoints, MismatchError
 from train.loop import NonFiniteError, prepare, train
 from train.metrics import MetricsWriter, read_metrics
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture
 def stand_in(monkeypatch):
     """The loop on one device around a model that compiles at once."""
-    monkeypatch.setattr(loop, "TransformerLM", lambda config, rngs: StandIn(vocab_size=257))
+    monkeypatch.setattr(setup, "TransformerLM", lambda config, rngs: StandIn(vocab_size=257))
     monkeypatch.setattr("train.step.data_mesh", one_device)
 
 
@@ -281,7 +281,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, environmen
     assert resumed.returncode == 0, resumed.stderr
     assert "after step 30" in resumed.stdout or "after step 15" in resumed.stdout
 
-    template = loop.abstract_setup(tiny_config(tmp_path)).template
+    template = setup.abstract_setup(tiny_config(tmp_path)).template
     states, positions, records = [], [], []
     for workdir in (tmp_path / "straight", tmp_path / "broken"):
         states.append(Checkpoints(workdir, read_only=True).restore(template, None))

@@ -4,10 +4,11 @@ import pytest
 from flax import nnx
 
 from tests.train.tiny_run import StandIn, tiny_config
-from train import loop
+from train import setup
 from train.generate import generate, make_next_token
 from train.loop import prepare, train
-from train.sample import load_run, main
+from train.sample import main
+from train.setup import load_run
 from train.tokenizer import load_tokenizer
 
 
@@ -15,7 +16,7 @@ from train.tokenizer import load_tokenizer
 def trained(tmp_path_factory):
     """A run of the stand-in, restored."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(loop, "TransformerLM", lambda config, rngs: StandIn(vocab_size=300))
+    patch.setattr(setup, "TransformerLM", lambda config, rngs: StandIn(vocab_size=300))
     config = tiny_config(tmp_path_factory.mktemp("sample"), model__vocab_size=300, steps=4)
     train(prepare(config), "x")
     yield load_run(config.workdir)
@@ -79,7 +80,7 @@ def test_folder_without_checkpoint_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("option", ["--temperature=-1", "--tokens=0", "--promt=x"])
-def test_bad_option_is_refused(option):
-    with pytest.raises(SystemExit) as end:
-        main(["--workdir=x", option])
-    assert end.value.code == 2
+def test_bad_option_is_refused(option, capsys):
+    assert main(["--workdir=x", option]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")

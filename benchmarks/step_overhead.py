@@ -35,7 +35,7 @@ class Settings:
     batch_size: int = 4
     context: int = 512
     """Tokens in a sequence; the step has batch_size times as many."""
-    rounds: int = 15
+    rounds: int = 9
     """Timed steps of each model."""
     json: bool = False
     """Print one JSON line a row instead of a table."""

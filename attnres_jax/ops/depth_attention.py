@@ -150,9 +150,8 @@ def _attend_tangent(kept, dvalues, dfolded_sd):
 
     def logits_tangent(row, drow, r, logits_s):
         dlog_rms = jnp.square(r) * jnp.mean(_f32(row) * drow, axis=-1)
-        return (_dots(drow, folded_sd) + _dot(row, dfolded_sd)) * r[None] - logits_s * dlog_rms[
-            None
-        ]
+        ddots = _dots(drow, folded_sd) + _dot(row, dfolded_sd)
+        return ddots * r[None] - logits_s * dlog_rms[None]
 
     dlogits = _stack_n(
         [

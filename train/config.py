@@ -29,9 +29,9 @@ class DataConfig:
     bad_records: Literal["skip", "fail"] = "fail"
     """What to do with text that cannot be read: skip and count it, or stop naming file and line."""
     workers: int = 0
-    """Processes that prepare batches; 0 prepares them in this one."""
+    """Processes that read and tokenise documents; 0 does it in this one."""
     prefetch: int = 4
-    """Batches that each worker keeps ready."""
+    """Batches kept ready ahead of the step."""
 
     def __post_init__(self) -> None:
         _check_types(self, "data.")

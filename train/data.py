@@ -172,7 +172,6 @@ class Validation:
 
 def validation_batches(
     documents: Documents,
-    config: "DataConfig",
     tokenizer: Tokenizer,
     *,
     batch_size: int,
@@ -188,7 +187,6 @@ def validation_batches(
 
     Args:
         documents: From `load_documents`.
-        config: Not used beyond what `documents` holds; here for symmetry with `train_batches`.
         tokenizer: That of `load_documents`.
         batch_size: Sequences in a batch of this shard.
         context: Tokens that are predicted in a sequence.

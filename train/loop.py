@@ -69,7 +69,7 @@ def prepare(config: Config) -> Run:
     }
     batches = train_batches(documents, config.data, tokenizer, seed=config.seed, **share)
     validation = validation_batches(
-        documents, config.data, tokenizer, max_tokens=config.evaluation_tokens, **share
+        documents, tokenizer, max_tokens=config.evaluation_tokens, **share
     )
 
     description = describe(config, documents.counts)

@@ -419,7 +419,7 @@ def held_out(documents, tokenizer=BYTES):
 
 def validate(documents, tokenizer=BYTES, **arguments):
     arguments = {"batch_size": 3, "context": 8, "max_tokens": 10**9, **arguments}
-    return validation_batches(documents, DataConfig(), tokenizer, **arguments)
+    return validation_batches(documents, tokenizer, **arguments)
 
 
 @pytest.mark.parametrize("max_tokens", [10**9, 24, 25, 5])

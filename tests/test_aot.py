@@ -7,6 +7,7 @@ run or timed.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -73,7 +74,6 @@ def test_training_gradient_compiles_for_tpus_with_splash_attention(num_devices):
     hlo = json.loads(line.removeprefix("HLO"))
     # Forward, and backward with respect to queries and to keys and values, of three layers.
     assert hlo.count('custom_call_target="tpu_custom_call"') >= 9
-    tokens = 4 // num_devices * 128
-    for line in hlo.splitlines():
-        if " concatenate(" in line:
-            assert f"{tokens // 128},128,256]" not in line, line
+    # The TPU compiler writes a stack without a concatenate, so what counts is that none exists.
+    stacked = rf"\[[2-9],{4 // num_devices},128,256\]"
+    assert not re.findall(stacked, hlo)

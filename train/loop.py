@@ -56,8 +56,6 @@ def prepare(config: Config) -> Run:
             f"batch_size / optimizer.accumulate: {microbatch} sequences cannot be shared by"
             f" {num_devices} devices; make it a multiple of {num_devices}"
         )
-    if config.retrofit_from:
-        check_retrofit(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     documents = load_documents(config.data, tokenizer)
@@ -74,6 +72,8 @@ def prepare(config: Config) -> Run:
 
     description = describe(config, documents.counts)
     saved = Checkpoints(config.workdir, read_only=True).newest_description()
+    if saved is None and config.retrofit_from:
+        check_retrofit(config)
     path = pathlib.Path(config.workdir) / "config.json"
     if saved is None and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))

@@ -47,10 +47,14 @@ def test_retrofit_starts_with_the_logits_of_the_old_run_and_lists_what_is_new(st
     assert jax.tree.structure(state) == jax.tree.structure(setup.template)
 
 
-def test_retrofitted_run_trains_and_says_what_is_new(standard_run, capsys):
+def test_retrofitted_run_trains_resumes_and_says_what_is_new(standard_run, capsys, monkeypatch):
     config = retrofitted(standard_run, residual="full")
     assert train(prepare(config), "x") == 0
     assert "new: final_read.gain" in capsys.readouterr().out
+    # What is trained already needs the old run no more.
+    monkeypatch.setattr("train.loop.check_retrofit", None)
+    monkeypatch.setattr("train.loop.first_state", None)
+    assert train(prepare(dataclasses.replace(config, steps=6)), "x") == 0
 
 
 @pytest.mark.parametrize(
@@ -61,13 +65,16 @@ def test_retrofitted_run_trains_and_says_what_is_new(standard_run, capsys):
         ({"norm_eps": 1e-6}, r"model.norm_eps is 0.001 there"),
     ],
 )
-def test_retrofit_that_does_not_fit_is_refused(standard_run, changes, message):
+def test_retrofit_that_does_not_fit_is_refused(standard_run, tmp_path, changes, message):
+    config = dataclasses.replace(retrofitted(standard_run, **changes), workdir=str(tmp_path / "x"))
     with pytest.raises(ValueError, match=message):
-        prepare(retrofitted(standard_run, **changes))
+        prepare(config)
 
 
 def test_retrofit_of_a_folder_without_a_run_is_refused(standard_run, tmp_path):
-    config = dataclasses.replace(retrofitted(standard_run), retrofit_from=str(tmp_path))
+    config = dataclasses.replace(
+        retrofitted(standard_run), retrofit_from=str(tmp_path), workdir=str(tmp_path / "x")
+    )
     with pytest.raises(ValueError, match="holds no checkpoint"):
         prepare(config)
 

@@ -79,9 +79,7 @@ def reshard(arrays: Any, specs: Any) -> Any:
     def reshard_all(spec, part):
         return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), part)
 
-    return jax.tree.map(
-        reshard_all, specs, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree.map(reshard_all, specs, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def sum_over_tokens(x: Any, spec: PartitionSpec | None) -> Any:

@@ -1,7 +1,7 @@
 """What the Triton kernels compile to, for GPUs that are not there: a static count, not a timing.
 
 `uv run --group aot python -m benchmarks.gpu_static` compiles every launch of both phases down to
-machine code for compute capabilities 8.0, 9.0 and 10.0, and counts registers, spills and what moves.
+machine code for compute capabilities 8.0, 9.0 and 10.0, and counts registers, spills and bytes.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from triton.compiler import ASTSource
 from benchmarks.rows import print_rows
 from pallas_kernels import triton_launch, triton_tiles
 from pallas_kernels.inter_block import triton_gpu as inter_block
+from pallas_kernels.inter_block import triton_kernels as inter_block_kernels
 from pallas_kernels.inter_block import triton_tiling as inter_block_tiling
 from pallas_kernels.merge import triton_gpu as merge
 from pallas_kernels.merge import triton_tiling as merge_tiling
@@ -135,13 +137,13 @@ def _inter_block(shape, num_tokens, capability):
     return tiling, (_array(num_tokens, shape.d),) * shape.n, _f32(shape.s, shape.d)
 
 
-def inter_block_forward(shape, num_tokens, capability):
+def _inter_block_forward(shape, num_tokens, capability):
     tiling, values, folded = _inter_block(shape, num_tokens, capability)
     function = functools.partial(inter_block.forward, eps=1e-6, tiling=tiling)
     return shape.n + shape.s, function, (values, folded)
 
 
-def inter_block_backward(shape, num_tokens, capability, accumulate=False):
+def _inter_block_backward(shape, num_tokens, capability, accumulate=False):
     tiling, values, folded = _inter_block(shape, num_tokens, capability)
     arguments = (
         values,
@@ -165,7 +167,7 @@ def inter_block_backward(shape, num_tokens, capability, accumulate=False):
     return 2 * shape.n + shape.s, function, arguments
 
 
-def merge_forward(shape, num_tokens, capability):
+def _merge_forward(shape, num_tokens, capability):
     tiling = merge_tiling.choose_tiling(
         num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=False
     )
@@ -174,7 +176,7 @@ def merge_forward(shape, num_tokens, capability):
     return 5, function, (row, _f32(num_tokens), row, row, vector, vector)
 
 
-def merge_backward(shape, num_tokens, capability):
+def _merge_backward(shape, num_tokens, capability):
     tiling = merge_tiling.choose_tiling(
         num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=True
     )
@@ -185,11 +187,11 @@ def merge_backward(shape, num_tokens, capability):
 
 
 PASSES = {
-    "inter_block_forward": inter_block_forward,
-    "inter_block_backward": inter_block_backward,
-    "inter_block_backward_accumulating": functools.partial(inter_block_backward, accumulate=True),
-    "merge_forward": merge_forward,
-    "merge_backward": merge_backward,
+    "inter_block_forward": _inter_block_forward,
+    "inter_block_backward": _inter_block_backward,
+    "inter_block_backward_accumulating": functools.partial(_inter_block_backward, accumulate=True),
+    "merge_forward": _merge_forward,
+    "merge_backward": _merge_backward,
 }
 
 
@@ -200,7 +202,7 @@ PASSES = {
 class Launch:
     """The arguments of `triton_launch.launch`, arrays as shapes."""
 
-    kernel: object
+    kernel: Any
     name: str
     arguments: dict
     constants: dict
@@ -276,7 +278,7 @@ def compiled(launch: Launch, capability: int) -> dict:
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         listing = _tool("nvdisasm", "--print-line-info", file.name)
-    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
     shared = program.metadata.shared
     spills = len(re.findall(r"\b(?:STL|LDL)\b", listing))
     limits = MULTIPROCESSORS[capability]
@@ -338,7 +340,7 @@ def tile_widths(listing: str) -> set[int]:
     tiles = pathlib.Path(triton_tiles.__file__)
     first = _line(tiles, "def load_tile")
     last = _line(tiles, "def vector_columns")
-    gradient = pathlib.Path(inter_block.__file__)
+    gradient = pathlib.Path(inter_block_kernels.__file__)
     of_sources = _line(gradient, "        v = tl.load(")
     widths, is_tile = set(), False
     for line in listing.splitlines():

@@ -67,7 +67,7 @@ def launch(
 
 
 def row_sums(partials_rd: jax.Array, *, compute_capability: int) -> jax.Array:
-    """Sums float32 `[r, ...]` over r in a fixed order, so that the result is the same every time."""
+    """Sums float32 `[r, ...]` over r in a fixed order: the same bits every time."""
     rows, shape = partials_rd.shape[0], partials_rd.shape[1:]
     if rows == 1:
         return partials_rd[0]

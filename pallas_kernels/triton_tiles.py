@@ -25,8 +25,10 @@ def pick(pointers, index, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_tile(base, tokens, counts, chunk, D: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr):
-    """Loads columns of `[t, d]` as a tuple: one tensor of words, or the two halves. Zero outside."""
+def load_tile(
+    base, tokens, counts, chunk, D: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr
+):
+    """Loads columns of `[t, d]`, zero outside: a tuple of one tensor of words or of two halves."""
     if PACKED:
         if base.dtype.element_ty == tl.float32:
             # A float32 array beside 16-bit ones: the same columns in each half.
@@ -143,7 +145,7 @@ def sum_rows(partials, sums, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.
 
 
 def planes(vectors: jax.Array, *, packed: bool) -> jax.Array:
-    """`[..., d]` vectors as `vector_columns` wants them: for words, even columns before odd ones."""
+    """`[..., d]` vectors as `vector_columns` reads them: for words, even columns first."""
     if not packed:
         return vectors
     *leading, width = vectors.shape

@@ -21,6 +21,7 @@ class Tiling:
             the cache, where the registers are too few for them and for their gradients.
         num_stages: Reads in flight: while one is computed, the next one's rows are fetched.
         row_tokens: Tokens whose contributions to a query's gradient are summed into one row.
+        gradient_columns: Columns of a query's gradient that a program computes.
     """
 
     compute_capability: int
@@ -33,6 +34,7 @@ class Tiling:
     hold: bool
     num_stages: int = 2
     row_tokens: int = 256
+    gradient_columns: int = 128
 
     def __post_init__(self):
         powers = {"num_warps": self.num_warps, "tokens": self.tokens, "half": self.half}
@@ -95,6 +97,7 @@ def choose_tiling(num_sources: int, width: int, dtype, *, compute_capability: in
     packed = dtype.itemsize == 2 and width % 2 == 0
     registers_per_tile = 4 if packed else 8
     wanted = min(num_sources, MAX_SOURCES)
+    columns, chunks, fitting = {}, {}, []
     for budget in BUDGETS[max(known)]:
         # Eight columns of a tile are a thread's: loads of 16 bytes.
         columns = {t: 256 * budget.num_warps // t for t in (1, 2, 4, 8, MAX_TOKENS)}
@@ -102,9 +105,10 @@ def choose_tiling(num_sources: int, width: int, dtype, *, compute_capability: in
         held = {t: wanted * registers_per_tile * c for t, c in chunks.items()}
         fitting = [t for t in columns if held[t] <= budget.held]
         if fitting:
-            tokens = min(fitting, key=lambda t: (chunks[t] * columns[t], t))
-            sources = wanted
             break
+    if fitting:
+        tokens = min(fitting, key=lambda t: (chunks[t] * columns[t], t))
+        sources = wanted
     else:
         tokens = 1
         sources = budget.held // (registers_per_tile * chunks[1])

@@ -84,6 +84,7 @@ def choose_tiling(
             f' {compute_capability / 10}; use implementation="xla"'
         )
     gpu = GPUS[max(known)]
+    num_warps, most_chunks, columns, chunks, fitting = 0, 0, {}, {}, []
     for num_warps, most_chunks in gpu.backward if backward else gpu.forward:
         # Eight columns of a tile are a thread's: loads of 16 bytes.
         columns = {t: 256 * num_warps // t for t in (1, 2, 4, 8, MAX_TOKENS)}
@@ -91,7 +92,7 @@ def choose_tiling(
         fitting = [t for t in columns if chunks[t] <= most_chunks]
         if fitting:
             break
-    else:
+    if not fitting:
         raise ValueError(
             f"triton_gpu: rows have at most {most_chunks * columns[1]} elements, got {width};"
             ' use implementation="xla"'

@@ -27,9 +27,7 @@ device_description_str: "NVIDIA H200"
 
 def h200() -> NamedSharding:
     """Returns the sharding of arrays on one such GPU."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology="1x1x1"
-    )
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = Mesh(np.array(topology.devices), ("gpu",))
     return NamedSharding(mesh, PartitionSpec())
 

@@ -28,7 +28,7 @@ def interpret(monkeypatch):
 
 
 def tiling_for(n, d, dtype, **changes):
-    changes = {"row_tokens": 32} | changes  # Few tokens here.
+    changes = {"row_tokens": 32, "gradient_columns": 1024} | changes  # Few programs to interpret.
     return dataclasses.replace(choose_tiling(n, d, dtype, compute_capability=90), **changes)
 
 

@@ -1,0 +1,1 @@
+"""A whole read in one kernel, for one or two finished sources."""

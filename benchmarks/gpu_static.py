@@ -29,6 +29,7 @@ from pallas_kernels.inter_block import triton_kernels as inter_block_kernels
 from pallas_kernels.inter_block import triton_tiling as inter_block_tiling
 from pallas_kernels.merge import triton_gpu as merge
 from pallas_kernels.merge import triton_tiling as merge_tiling
+from pallas_kernels.single_phase import triton_gpu as single_phase
 
 STATIC = "Static counts from compiled machine code, not timings; no GPU was used."
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -54,7 +55,7 @@ MULTIPROCESSORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """N sources, S reads, width D."""
+    """N sources, S reads, width D. The single-phase read has two sources whatever N is."""
 
     n: int
     s: int
@@ -186,12 +187,37 @@ def _merge_backward(shape, num_tokens, capability):
     return 6, function, arguments
 
 
+def _single_phase_forward(shape, num_tokens, capability):
+    tiling = merge_tiling.choose_tiling(
+        num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=False
+    )
+    row, vector, n = _array(num_tokens, shape.d), _f32(shape.d), single_phase.MAX_SOURCES
+    function = functools.partial(single_phase.forward, eps=1e-6, norm_eps=1e-6, tiling=tiling)
+    return n + 4, function, ((row,) * n, row, row, vector, vector)
+
+
+def _single_phase_backward(shape, num_tokens, capability):
+    tiling = merge_tiling.choose_tiling(
+        num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=True
+    )
+    row, vector, n = _array(num_tokens, shape.d), _f32(shape.d), single_phase.MAX_SOURCES
+    statistics = _f32(2 * n + 3, num_tokens)
+
+    def function(values, dvalues, *arguments):
+        return single_phase.backward(values, *arguments, dvalues=dvalues, tiling=tiling)
+
+    arguments = ((row,) * n, (row,) * n, row, vector, vector, statistics, row, row)
+    return 3 * n + 4, function, arguments
+
+
 PASSES = {
     "inter_block_forward": _inter_block_forward,
     "inter_block_backward": _inter_block_backward,
     "inter_block_backward_accumulating": functools.partial(_inter_block_backward, accumulate=True),
     "merge_forward": _merge_forward,
     "merge_backward": _merge_backward,
+    "single_phase_forward": _single_phase_forward,
+    "single_phase_backward": _single_phase_backward,
 }
 
 
@@ -238,7 +264,7 @@ def record(function, arguments) -> list[Launch]:
             **updated,
         }
 
-    modules = (triton_launch, inter_block, merge)
+    modules = (triton_launch, inter_block, merge, single_phase)
     original = triton_launch.launch
     for module in modules:
         module.launch = launch

@@ -315,7 +315,6 @@ def backward_kernel(
                 dlogit += p * pull[:, None]
             if dlogits is not None:
                 dlogit += tl.load(dlogits + s_offset * N + n_offsets, mask=n_mask, other=0.0)
-            dlogit = tl.where(n_mask, dlogit, 0.0)
             pulls += dlogit * tl.where(n_mask, logit, 0.0)
             tl.store(weights + s_offset * N + n_offsets, p, mask=n_exists)
             tl.store(coefficients + s_offset * N + n_offsets, dlogit * r, mask=n_exists)

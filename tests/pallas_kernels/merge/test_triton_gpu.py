@@ -141,6 +141,11 @@ def test_what_may_be_absent(dtype, absent):
     run(5, 64, dtype, **{absent: False})
 
 
+def test_gates_near_one():
+    # Then 1 - gate, which scales the gradient to output, has no digits left; its own sigmoid has.
+    run(5, 64, F32, lse_shift=-18.0)
+
+
 @pytest.mark.parametrize("lse_shift", [-200.0, 200.0])
 @pytest.mark.parametrize("query_scale", [2.0, 1e4])
 def test_saturated_gates(query_scale, lse_shift):

@@ -1,4 +1,4 @@
 """Kernels for accelerators, below `attnres_jax.ops`: this package imports nothing of ours.
 
-There are none yet. Every operation runs through XLA.
+`inter_block` is phase 1, `merge` phase 2, `single_phase` a whole read in one kernel.
 """

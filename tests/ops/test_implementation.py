@@ -46,9 +46,10 @@ def one_read(sources, vectors, **options):
 
 
 def two_groups(sources, vectors, **options):
-    one = inter_block(sources[:2], *vectors, return_weights=True, return_sources=True, **options)
-    following = one[-1].append(sources[2])
-    two = inter_block(following, *vectors, return_weights=True, return_sources=True, **options)
+    options |= {"return_weights": True, "return_sources": True}
+    first, second = ([x[i : i + 1] for x in vectors] for i in range(2))
+    one = inter_block(sources[:2], *first, **options)
+    two = inter_block(one[-1].append(sources[2]), *second, **options)
     assert isinstance(two[-1], FinishedSources)
     return one[:3], two[:3], two[-1].values
 

@@ -1,1 +1,1 @@
-"""Phase 1: S reads of the finished sources, with one read of their memory."""
+"""Phase 1: S pseudo-queries read the finished sources, which are fetched from memory once."""

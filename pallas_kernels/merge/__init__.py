@@ -1,1 +1,1 @@
-"""Phase 2: the open partial sum joins what phase 1 read, and the norm that follows."""
+"""Phase 2 of depth attention as kernels: one read of the open partial sum, forward and backward."""

@@ -1,1 +1,1 @@
-"""A whole read in one kernel, for one or two finished sources."""
+"""A single read of one or two finished sources and the open partial sum, as one pair of kernels."""

@@ -97,6 +97,7 @@ def backward(
     dsummed_td: jax.Array | None,
     dhidden_td: jax.Array,
     *,
+    dlogits_nt: jax.Array | None = None,
     dvalues: tuple[jax.Array, ...] | None = None,
     tiling: Tiling,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array | None]:
@@ -110,6 +111,7 @@ def backward(
         statistics_kt: As returned by `forward`.
         dsummed_td: Cotangent of the sum, in its dtype; None is zero.
         dhidden_td: Cotangent of hidden, in its dtype.
+        dlogits_nt: float32 cotangents of the n + 1 logits from elsewhere; None is zero.
         dvalues: Gradients of the sources to add to, in place; None starts from zero.
         tiling: How the kernel is launched.
 
@@ -146,6 +148,7 @@ def backward(
             "norm_gain": None if norm_gain_d is None else planes(norm_gain_d, packed=tiling.packed),
             "statistics": statistics_kt,
             "dhidden": dhidden_td,
+            "dlogits_ptr": dlogits_nt,
             **{key: None for key in ("dsummed", "accumulated") if key not in updated},
             "T": num_tokens,
             "never": NEVER,

@@ -137,6 +137,7 @@ def backward_kernel(
     norm_gain,
     statistics,
     dhidden,
+    dlogits_ptr,
     dsummed,
     accumulated,
     T,
@@ -244,7 +245,10 @@ def backward_kernel(
             difference = tl.zeros_like(pulls[0])
             for m in tl.static_range(N + 1):
                 difference += weights[m] * (pulls[n] - pulls[m])
-            dlogits = dlogits + (weights[n] * difference,)
+            dlogit = weights[n] * difference
+            if dlogits_ptr is not None:
+                dlogit += tl.load(dlogits_ptr + tokens + n * T, mask=in_range, other=0.0)
+            dlogits = dlogits + (dlogit,)
 
         more_query = ()
         more_gain = ()

@@ -7,6 +7,7 @@ function of that name that compiles for a GPU.
 import contextlib
 import importlib.util
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ def interpreted():
         import triton.experimental.gluon  # noqa: F401  The interpreter would import it too late.
 
         _round_as_gpus_do()
+        _multiply_bfloat16()
         yield
     finally:
         # Not for the processes that other tests start, which compile kernels.
@@ -46,6 +48,24 @@ def _round_as_gpus_do():
         return convert(data, dtype, to_dtype, rounding)
 
     interpreter._convert_float = convert_float
+
+
+def _multiply_bfloat16():
+    """Lets products take bfloat16, of which the interpreter would multiply the bits."""
+    from triton.runtime import interpreter
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(x):
+        if str(x.dtype) != "bf16":
+            return x
+        data = x.data.view(ml_dtypes.bfloat16).astype(np.float32)
+        return interpreter.TensorHandle(data, interpreter.tl.float32)
+
+    def dot(self, a, b, *arguments):
+        return create_dot(self, widened(a), widened(b), *arguments)
+
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 class Pointer:
@@ -100,6 +120,7 @@ def launch(
     num_warps,
     compute_capability,
     num_stages=1,
+    wrap=jnp.asarray,
 ):
     """Like `triton_launch.launch`, eagerly, on the CPU; outputs start as NaN."""
     del name, num_warps, compute_capability, num_stages
@@ -110,7 +131,50 @@ def launch(
     assert not missing, f"parameters and arguments differ: {missing}"
     with np.errstate(over="ignore"):  # A sigmoid may pass through infinity.
         kernel[grid](**{key: _pointers(x) for key, x in arguments.items()}, **constants)
-    return {key: jax.tree.map(jnp.asarray, x) for key, x in (written | changed).items()}
+    return {key: jax.tree.map(wrap, x) for key, x in (written | changed).items()}
+
+
+_ONE_AT_A_TIME = threading.Lock()  # The interpreter keeps where it is in global variables.
+
+
+def launch_later(kernel, *, inputs, outputs, updated=None, **settings):
+    """Like `launch`, in programs that are traced: it runs when they do."""
+    leaves, structure = jax.tree.flatten((inputs, updated or {}))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    written = {key: jax.ShapeDtypeStruct(*shape) for key, shape in outputs.items()}
+    changed = {
+        key: tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in group)
+        for key, group in (updated or {}).items()
+    }
+
+    def run(*arrays):
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = np.asarray(array)
+        given, overwritten = jax.tree.unflatten(structure, filled)
+        with _ONE_AT_A_TIME:
+            return launch(
+                kernel,
+                inputs=given,
+                outputs=outputs,
+                updated=overwritten,
+                **settings,
+                wrap=np.asarray,
+            )
+
+    return jax.pure_callback(run, written | changed, *(leaves[i] for i in places))
+
+
+def use(monkeypatch, *, compute_capability=90):
+    """Lets implementation="triton_gpu" run here: as on a GPU, in the interpreter."""
+    from pallas_kernels import gpus, triton_launch
+    from pallas_kernels.inter_block import triton_gpu as inter_block
+    from pallas_kernels.merge import triton_gpu as merge
+    from pallas_kernels.single_phase import triton_gpu as single_phase
+
+    for module in (triton_launch, inter_block, merge, single_phase):
+        monkeypatch.setattr(module, "launch", launch_later)
+    monkeypatch.setattr(gpus, "compute_capability", lambda: compute_capability)
 
 
 def _pointers(argument):

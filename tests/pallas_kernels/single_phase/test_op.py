@@ -14,7 +14,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def two_reads(values, update, folded_2d, norm_gain):
     """The second reads what the first hands on."""
-    settings = {"eps": 1e-6, "norm_eps": 1e-6, "interpret": True}
+    settings = {
+        "eps": 1e-6,
+        "norm_eps": 1e-6,
+        "implementation": "mosaic_tpu",
+        "interpret": True,
+    }
     first = single_phase(values, None, update, folded_2d[0], norm_gain, **settings)
     second = single_phase(
         first.values, first.summed, first.hidden, folded_2d[1], norm_gain, **settings

@@ -2,45 +2,41 @@
 
     python -m benchmarks.gpu [--json]
 
-Needs a GPU of compute capability 8.0 or newer and jax-triton, and no network. The kernels are first
-held to the float64 oracle. Then each shape is timed in interleaved rounds, and a row is a median:
-this library's Triton kernels, the same through XLA, a copy that moves as many bytes as the read
-has to (the ceiling), and other packages where they are installed (`fla`, `flash_attn_res`,
-torch.compile). The second-level cache is flushed before each call. Last comes a training step of
-the 436M model, block against standard. A path that is missing or fails keeps its row.
+Needs a GPU of compute capability 8.0 or newer and jax-triton, and no network; about four minutes.
+The kernels are first held to the float64 oracle. Then come phase 1, phase 2, whole blocks and
+single reads, through this library's Triton kernels and through XLA, beside a copy (the ceiling of
+what memory can do) and other packages where they are installed: fla, flash_attn_res, torch.compile.
+Last is a training step of the 436M model, block against standard.
+
+Every timed program repeats its operation, so that calling it costs nothing beside it, and moves far
+more than a second-level cache holds. Paths are timed in turns and a row is a median. Nothing is
+compiled while anything is timed. Rows are printed as they are found; a path that is missing or
+fails keeps its row, with the reason.
 """
 
 import dataclasses
-import functools
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 # Other packages allocate on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from rich.console import Console
 
-from attnres_jax.models.presets import scaling_law_model
-from attnres_jax.ops import inter_block as xla_inter_block
-from attnres_jax.ops import merge as xla_merge
-from benchmarks.rows import print_rows
+from attnres_jax import scaling_law_model
+from benchmarks import gpu_check, gpu_peers, gpu_programs
+from benchmarks.gpu_programs import CASES, Case
 from benchmarks.step_overhead import gradient_step
-from pallas_kernels.inter_block import triton_gpu as phase_1
-from pallas_kernels.inter_block import triton_tiling as phase_1_tiling
-from pallas_kernels.merge import triton_gpu as phase_2
-from pallas_kernels.merge import triton_tiling as phase_2_tiling
-from tests import oracles
 
-EPS = 1e-6
 CONSOLE = Console(stderr=True)
 
 
@@ -48,417 +44,235 @@ CONSOLE = Console(stderr=True)
 class Settings:
     """What is timed, and for how long."""
 
-    num_tokens: int = 8192
-    """Tokens of every read."""
-    rounds: int = 15
-    """Timed rounds of each shape."""
-    calls: int = 8
-    """Calls of a path in a round."""
-    seconds: float = 330.0
-    """No shape is begun after this time."""
+    rounds: int = 7
+    """Turns of each path of a case."""
+    milliseconds: float = 20.0
+    """A path runs at least so long in each turn."""
+    threads: int = 14
+    """Programs that are compiled at once."""
+    seconds: float = 230.0
+    """Nothing is begun after this time."""
+    peers: bool = True
+    """Whether other packages are timed."""
+    model: bool = True
+    """Whether the training step is timed."""
     json: bool = False
-    """Print one JSON line a row instead of a table."""
+    """Print one JSON line a row instead of columns."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """N finished sources, S reads, width D; what of them is timed."""
+class Path:
+    """Something to time: `call` starts `repetitions` of the operation, `wait` ends them."""
 
-    n: int
-    s: int
-    d: int
-    whole_block: bool
-
-
-SHAPES = (
-    Shape(8, 8, 2048, whole_block=True),
-    Shape(8, 24, 7168, whole_block=True),
-    Shape(9, 1, 7168, whole_block=False),
-    Shape(9, 12, 2048, whole_block=False),
-)
+    call: Callable[[], Any] | None
+    repetitions: int = 1
+    note: str = ""
+    wait: Callable[[Any], Any] = jax.block_until_ready
 
 
-# --- A block: phase 1, then S - 1 merges ---------------------------------------------------------
-# A sub-layer is the identity here, so that nothing but Attention Residuals is timed.
+def main(settings: Settings) -> None:
+    """Checks, then times."""
+    started = time.perf_counter()
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        sys.exit(f"benchmarks.gpu needs an NVIDIA GPU; JAX sees {device.device_kind}")
+    emit(environment(), settings)
 
+    def elapsed() -> float:
+        return time.perf_counter() - started
 
-def xla_block(values, query_sd, gain_d, *, whole_block):
-    """The outputs of phase 1, or the last hidden of a block and its sum."""
-    outputs, lse_st = xla_inter_block(values, query_sd, jnp.ones_like(query_sd), eps=EPS)
-    if not whole_block:
-        return outputs
-    summed, update = None, outputs[0]
-    for s in range(1, len(outputs)):
-        summed, update = xla_merge(
-            *(outputs[s], lse_st[s], summed, update, query_sd[s], jnp.ones_like(query_sd[s])),
-            norm_gain_d=gain_d,
-            eps=EPS,
-        )
-    return summed, update
-
-
-@dataclasses.dataclass(frozen=True)
-class Tilings:
-    """Launches of both phases."""
-
-    phase_1: phase_1_tiling.Tiling
-    merge_forward: phase_2_tiling.Tiling
-    merge_backward: phase_2_tiling.Tiling
-
-    @classmethod
-    def choose(cls, n: int, num_tokens: int, width: int, capability: int) -> "Tilings":
-        """For bfloat16 arrays of `num_tokens` rows."""
-        options = {"compute_capability": capability}
-        merge = functools.partial(
-            phase_2_tiling.choose_tiling, num_tokens, width, jnp.bfloat16, **options
-        )
-        return cls(
-            phase_1_tiling.choose_tiling(n, width, jnp.bfloat16, **options),
-            merge(backward=False),
-            merge(backward=True),
-        )
-
-
-def triton_block(values, query_sd, gain_d, *, whole_block, tilings):
-    """Like `xla_block`, with what the backward pass keeps."""
-    outputs, *statistics = phase_1.forward(values, query_sd, eps=EPS, tiling=tilings.phase_1)
-    if not whole_block:
-        return outputs, (outputs, statistics, [])
-    summed, update, kept = None, outputs[0], []
-    for s in range(1, len(outputs)):
-        summed, update, _, scalars = phase_2.forward(
-            *(outputs[s], statistics[0][s], summed, update, query_sd[s], gain_d),
-            eps=EPS,
-            norm_eps=EPS,
-            tiling=tilings.merge_forward,
-        )
-        kept.append((summed, scalars))
-    return (summed, update), (outputs, statistics, kept)
-
-
-def triton_gradients(values, query_sd, gain_d, cotangents, *, whole_block, tilings):
-    """Gradients of `triton_block` to sources, queries and gain, as its reverse."""
-    _, (outputs, statistics, kept) = triton_block(
-        values, query_sd, gain_d, whole_block=whole_block, tilings=tilings
-    )
-    lse_st, logits_snt, inverse_rms_nt = statistics
-    if not whole_block:
-        return phase_1.backward(
-            *(values, query_sd, lse_st, logits_snt, inverse_rms_nt, cotangents, None),
-            eps=EPS,
-            tiling=tilings.phase_1,
-        )
-    dsummed, dupdate = cotangents
-    doutputs, dlse = list(outputs), [jnp.zeros_like(lse_st[0])] * len(outputs)
-    dquery, dgain = jnp.zeros_like(query_sd), jnp.zeros_like(gain_d)
-    for s in reversed(range(1, len(outputs))):
-        summed, scalars = kept[s - 1]
-        doutputs[s], dlse[s], dsummed, dquery_d, dgain_d = phase_2.backward(
-            *(outputs[s], summed, query_sd[s], gain_d, scalars, dsummed, dupdate, None),
-            tiling=tilings.merge_backward,
-        )
-        dupdate = dsummed
-        dquery, dgain = dquery.at[s].add(dquery_d), dgain + jnp.asarray(dgain_d)
-    doutputs[0] = dupdate
-    dvalues, dfolded = phase_1.backward(
-        *(values, query_sd, lse_st, logits_snt, inverse_rms_nt, tuple(doutputs), jnp.stack(dlse)),
-        eps=EPS,
-        tiling=tilings.phase_1,
-    )
-    return dvalues, dfolded + dquery, dgain
-
-
-def xla_gradients(values, query_sd, gain_d, cotangents, *, whole_block):
-    """The same by autodiff."""
-    function = functools.partial(xla_block, whole_block=whole_block)
-    if not whole_block:
-        return jax.vjp(lambda v, q: function(v, q, gain_d), values, query_sd)[1](cotangents)
-    return jax.vjp(function, values, query_sd, gain_d)[1](cotangents)
-
-
-def inputs_of(shape: Shape, num_tokens: int):
-    """Sources, queries, gain of the norm, and cotangents of what `xla_block` returns."""
-    keys = jax.random.split(jax.random.key(0), shape.n + shape.s + 3)
-
-    def row(key):
-        return jax.random.normal(key, (num_tokens, shape.d), jnp.bfloat16)
-
-    values = tuple(row(key) for key in keys[: shape.n])
-    query_sd = jax.random.normal(keys[-1], (shape.s, shape.d)) / shape.d**0.5
-    gain_d = 1 + 0.1 * jax.random.normal(keys[-2], (shape.d,))
-    count = 2 if shape.whole_block else shape.s
-    cotangents = tuple(row(key) for key in keys[shape.n : shape.n + count])
-    return values, query_sd, gain_d, cotangents
-
-
-# --- Right ---------------------------------------------------------------------------------------
-
-
-def check(capability: int) -> list[dict]:
-    """Holds a read of every width and its gradients to the float64 oracle; exits if one is wrong.
-
-    The errors of bfloat16 results are in units of the error of rounding the exact result once.
-    """
-    rows = []
-    for shape in SHAPES:
-        read = dataclasses.replace(shape, s=min(shape.s, 8), whole_block=False)
-        values, query_sd, gain_d, cotangents = inputs_of(read, 64)
-        tilings = Tilings.choose(read.n, 64, read.d, capability)
-        options = {"whole_block": False, "tilings": tilings}
-        outputs = jax.jit(functools.partial(triton_block, **options))(values, query_sd, gain_d)[0]
-        dvalues, dquery = jax.jit(functools.partial(triton_gradients, **options))(
-            values, query_sd, gain_d, cotangents
-        )
-        sources = [oracles.float64(value) for value in values]
-        queries = np.float64(query_sd)
-        gains = np.ones(query_sd.shape)
-        reads = oracles.group_read(sources, queries, gains, EPS)
-        right = oracles.group_read_gradients(
-            sources, queries, gains, oracles.float64(cotangents), eps=EPS
-        )
-        bfloat16 = np.dtype(jnp.bfloat16)
-        pairs = [
-            *zip(outputs, [read.output for read in reads], strict=True),
-            *zip(dvalues, right.sources, strict=True),
-        ]
-        errors = [
-            oracles.relative_error(a, b) / oracles.rounding_floor(b, bfloat16) for a, b in pairs
-        ]
-        of_query = oracles.relative_error(dquery, right.query)
-        of_block = block_difference(shape, capability)
-        rows.append(
-            {
-                "n": read.n,
-                "s": read.s,
-                "d": read.d,
-                "largest_error_over_rounding": max(errors),
-                "query_gradient_error": of_query,
-                "block_difference_from_xla": of_block,
-            }
-        )
-        # A block rounds its sum to bfloat16 S times.
-        if not (max(errors) <= 1.05 and of_query <= 2e-5 and of_block <= 2e-2):
-            print_rows("Correctness", rows, as_json=False)
+    with ThreadPoolExecutor(settings.threads) as pool:
+        checks = [(check, check.arrays()) for check in gpu_check.CHECKS]
+        checking = [pool.submit(compiled, check.program(), *given) for check, given in checks]
+        copying = pool.submit(repeated_path, *gpu_programs.copy_program(), 10)
+        timing = {case: start_compiling(case, pool) for case in CASES}
+        steps = start_compiling_steps(pool) if settings.model else {}
+        wrong = False
+        for (check, given), future in zip(checks, checking, strict=True):
+            row = gpu_check.row_of(check, future.result()(*given))
+            wrong = wrong or not row["right"]
+            emit(row, settings)
+        if wrong:
+            pool.shutdown(cancel_futures=True)
             sys.exit("wrong values: nothing is timed")
-    return rows
+        CONSOLE.print(f"{elapsed():.0f} s: right; other packages warm up, programs compile")
+        peers = {case: warm_peers(case, settings, elapsed) for case in CASES if case.peers}
+        paths = {
+            case: {k: f.result() for k, f in futures.items()} for case, futures in timing.items()
+        }
+        copy = copying.result()
+        training = {name: future.result() for name, future in steps.items()}
+    CONSOLE.print(f"{elapsed():.0f} s: everything is compiled")
+    for case in CASES:
+        if elapsed() > settings.seconds:
+            CONSOLE.print(f"no time left for {case}")
+            continue
+        others = {name: peer_path(call) for name, call in peers.pop(case, {}).items()}
+        time_case(case, paths.pop(case) | others, copy, settings)
+    if training and elapsed() < settings.seconds:
+        time_training_step(training, settings)
+    CONSOLE.print(f"{elapsed():.0f} s in all")
 
 
-def block_difference(shape: Shape, capability: int) -> float:
-    """Largest relative difference from XLA of a whole block's gradients, over its arguments."""
-    block = dataclasses.replace(shape, s=min(max(shape.s, 2), 8), whole_block=True)
-    arguments = inputs_of(block, 64)
-    tilings = Tilings.choose(block.n, 64, block.d, capability)
-    triton = functools.partial(triton_gradients, whole_block=True, tilings=tilings)
-    xla = functools.partial(xla_gradients, whole_block=True)
-    found = jax.tree.leaves(jax.jit(triton)(*arguments))
-    expected = jax.tree.leaves(jax.jit(xla)(*arguments))
-    return max(oracles.relative_error(a, b) for a, b in zip(found, expected, strict=True))
+# --- Compiling -----------------------------------------------------------------------------------
 
 
-# --- Fast ----------------------------------------------------------------------------------------
+def compiled(function: Callable, *arguments) -> Callable:
+    """Compiles a function for its arguments."""
+    return jax.jit(function).lower(*arguments).compile()
 
 
-def minimum_rows(shape: Shape, *, gradients: bool) -> int:
-    """Least rows of the width a token that the forward pass, or both passes, must move."""
-    n, s = shape.n, shape.s
-    forward = n + 6 * s - 5 if shape.whole_block else n + s
-    if not gradients:
-        return forward
-    return forward + (2 * n + 7 * s - 6 if shape.whole_block else 2 * n + s)
-
-
-def paths(shape: Shape, num_tokens: int, capability: int, *, gradients: bool) -> dict[str, Any]:
-    """A call without arguments for each path, or the reason why there is none."""
-    values, query_sd, gain_d, cotangents = inputs_of(shape, num_tokens)
-    tilings = Tilings.choose(shape.n, num_tokens, shape.d, capability)
-    arguments = (values, query_sd, gain_d, *((cotangents,) if gradients else ()))
-    xla = xla_gradients if gradients else xla_block
-    triton = triton_gradients if gradients else triton_block
-    block = {"whole_block": shape.whole_block}
-    rows = minimum_rows(shape, gradients=gradients)
-    copied = jnp.zeros((rows // 2, num_tokens, shape.d), jnp.bfloat16)
-    found: dict[str, Any] = {
-        "triton": _jitted(functools.partial(triton, **block, tilings=tilings), *arguments),
-        "xla": _jitted(functools.partial(xla, **block), *arguments),
-        "copy": _jitted(lambda x: x + 1, copied),
-    }
-    return found | torch_paths(shape, num_tokens, gradients=gradients)
-
-
-def _jitted(function: Callable, *arguments) -> Callable[[], Any] | str:
+def repeated_path(function: Callable, arguments: tuple, repetitions: int) -> Path:
+    """A path of a program that repeats `function`, or the reason why there is none."""
     try:
-        compiled = jax.jit(function).lower(*arguments).compile()
-        jax.block_until_ready(compiled(*arguments))
+        program = compiled(gpu_programs.repeated(function, repetitions), *arguments)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:200]
-    return lambda: compiled(*arguments)
+        return Path(None, note=f"{type(error).__name__}: {error}".replace("\n", " ")[:200])
+    return Path(lambda: program(*arguments), repetitions)
 
 
-def torch_paths(shape: Shape, num_tokens: int, *, gradients: bool) -> dict[str, Any]:
-    """Other packages' single reads, one query at a time, and torch.compile of the equation.
+def start_compiling(case: Case, pool: ThreadPoolExecutor) -> dict[str, Future]:
+    """Begins to compile this library's paths of a case."""
+    inputs = gpu_programs.inputs_of(case)
 
-    They have no whole block; S of their reads of N sources are what they need for phase 1.
-    """
-    names = ("fla", "flash_attn_res", "torch_compile")
-    if shape.whole_block:
+    def path(implementation):
+        try:
+            function, arguments = gpu_programs.program_of(case, implementation, inputs)
+        except Exception as error:
+            return Path(None, note=f"{type(error).__name__}: {error}"[:200])
+        return repeated_path(function, arguments, case.repetitions)
+
+    return {name: pool.submit(path, name) for name in ("triton_gpu", "xla")}
+
+
+def warm_peers(case: Case, settings: Settings, elapsed: Callable[[], float]) -> dict[str, Any]:
+    """Other packages' calls; torch.compile, which is slow to compile, only while there is time."""
+    if not settings.peers:
         return {}
-    try:
-        import torch
-    except ImportError:
-        return dict.fromkeys(names, "torch is not installed")
-    if not torch.cuda.is_available():
-        return dict.fromkeys(names, "torch sees no GPU")
-
-    def tensor(*sizes):
-        x = torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)
-        return x.requires_grad_(gradients)
-
-    sources = [tensor(1, num_tokens, shape.d) for _ in range(shape.n)]
-    queries = [tensor(shape.d) for _ in range(shape.s)]
-    gain = torch.ones(shape.d, device="cuda", dtype=torch.bfloat16)
-    cotangent = torch.randn_like(sources[0])
-
-    def equation(query, *sources):
-        v = torch.stack(sources).float()
-        logits = (v * query.float()).sum(-1) * (v.square().mean(-1) + EPS).rsqrt()
-        return (logits.softmax(0)[..., None] * v).sum(0).to(torch.bfloat16)
-
-    def run(read):
-        def call():
-            outputs = [read(query) for query in queries]
-            if gradients:
-                for source in sources:
-                    source.grad = None
-                torch.autograd.backward(outputs, [cotangent] * len(outputs))
-            return outputs
-
-        return _torch_call(torch, call)
-
-    found: dict[str, Any] = {}
-    try:
-        from fla.ops.attnres import fused_attnres
-
-        found["fla"] = run(lambda query: fused_attnres(query, sources, gain, rms_eps=EPS))
-    except ImportError as error:
-        found["fla"] = f"not installed: {error}"
-    try:
-        from flash_attn_res.ops.phase_1 import phase_1_batched_attention_triton_op
-
-        def two_phase():
-            stacked, query_sd = torch.stack(sources), torch.stack(queries)
-            outputs, _ = phase_1_batched_attention_triton_op(stacked, query_sd, EPS)
-            if gradients:
-                for source in sources:
-                    source.grad = None
-                outputs.backward(cotangent.expand_as(outputs))
-            return outputs
-
-        found["flash_attn_res"] = _torch_call(torch, two_phase)
-    except ImportError as error:
-        found["flash_attn_res"] = f"not installed: {error}"
-    compiled = torch.compile(equation)
-    found["torch_compile"] = run(lambda query: compiled(query, *sources))
-    return found
+    names = gpu_peers.NAMES if elapsed() < settings.seconds / 2 else gpu_peers.NAMES[:2]
+    late = dict.fromkeys(gpu_peers.NAMES, "no time to compile it")
+    return late | gpu_peers.warm_calls(case, names)
 
 
-def _torch_call(torch, call) -> Callable[[], Any] | str:
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:200]
-
-    def finished():
-        call()
-        return _Synchronised(torch)
-
-    return finished
+def peer_path(call: Any) -> Path:
+    """The path of a warm call, or of the reason why there is none."""
+    if isinstance(call, str):
+        return Path(None, note=call)
+    call, note = gpu_peers.captured(call)
+    return Path(call, note=note, wait=lambda _: gpu_peers.synchronize())
 
 
-class _Synchronised:
-    """Lets `jax.block_until_ready` wait for torch."""
-
-    def __init__(self, torch):
-        self.torch = torch
-
-    def block_until_ready(self):
-        self.torch.cuda.synchronize()
-        return self
+# --- Timing --------------------------------------------------------------------------------------
 
 
-def median_seconds(calls: dict[str, Callable], flush: Callable, settings: Settings) -> dict:
-    """Median over rounds of the time of a call, in rounds that visit every path."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def median_seconds(paths: dict[str, Path], settings: Settings) -> dict[str, float]:
+    """Median over turns of the time of one operation, in rounds that visit every path."""
+    calls, seconds = {}, {name: [] for name in paths}
+    for name, path in paths.items():
+        run(path, 1)
+        calls[name] = max(1, round(settings.milliseconds / 1e3 / run(path, 1)))
     for _ in range(settings.rounds):
-        for name, call in calls.items():
-            alone = _seconds(lambda: None, flush, settings.calls)
-            both = _seconds(call, flush, settings.calls)
-            seconds[name].append((both - alone) / settings.calls)
+        for name, path in paths.items():
+            taken = run(path, calls[name])
+            seconds[name].append(taken / calls[name] / path.repetitions)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def _seconds(call: Callable, flush: Callable, calls: int) -> float:
-    start, flushed, last = time.perf_counter(), None, None
+def run(path: Path, calls: int) -> float:
+    """Seconds of so many calls in a row."""
+    start, last = time.perf_counter(), None
+    assert path.call is not None
     for _ in range(calls):
-        flushed, last = flush(), call()
-    jax.block_until_ready((flushed, last))
-    if isinstance(last, _Synchronised):
-        last.block_until_ready()
+        last = path.call()
+    path.wait(last)
     return time.perf_counter() - start
 
 
-def time_shape(shape: Shape, settings: Settings, capability: int, flush, *, gradients) -> list:
-    """A row for each path of a shape."""
-    found = paths(shape, settings.num_tokens, capability, gradients=gradients)
-    calls = {name: call for name, call in found.items() if callable(call)}
-    medians = median_seconds(calls, flush, settings)
-    moved = minimum_rows(shape, gradients=gradients) * settings.num_tokens * shape.d * 2
-    what = ("block" if shape.whole_block else "phase 1") + (" with gradients" if gradients else "")
-    ceiling = medians.get("copy", float("nan"))
-    return [
-        {
-            "what": what,
-            "n": shape.n,
-            "s": shape.s,
-            "d": shape.d,
-            "path": name,
-            "microseconds": 1e6 * medians[name] if name in medians else None,
-            "minimum_gb_per_s": moved / medians[name] / 1e9 if name in medians else None,
-            "copy_over_path": ceiling / medians[name] if name in medians else None,
-            "note": "" if name in medians else found[name],
-        }
-        for name in found
-    ]
-
-
-def time_training_step(settings: Settings, flush) -> list[dict]:
-    """Loss and gradients of the 436M-shaped model: standard, and Block Attention Residuals.
-
-    The library chooses how the reads are computed.
-    """
-    seconds, temporary = {}, {}
-    for residual in ("standard", "block"):
-        config = scaling_law_model(
-            "436m", vocab_size=32_000, residual=residual, compute_dtype="bfloat16", remat="block"
+def time_case(case: Case, paths: dict[str, Path], copy: Path, settings: Settings) -> None:
+    """Prints a row for each path of a case."""
+    paths = {"copy": copy} | paths
+    runnable: dict[str, Path] = {}
+    for name, path in paths.items():
+        try:
+            if path.call is not None:
+                run(path, 1)
+                runnable[name] = path
+        except Exception as error:
+            note = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+            paths = paths | {name: Path(None, note=note)}
+    medians = median_seconds(runnable, settings)
+    ceiling = gpu_programs.COPY_BYTES / medians["copy"]
+    ours = medians.get("triton_gpu")
+    for name, path in paths.items():
+        seconds = medians.get(name)
+        moved = gpu_programs.COPY_BYTES if name == "copy" else case.bytes_moved
+        emit(
+            {
+                "what": case.what,
+                "direction": case.direction,
+                "n": case.n,
+                "s": case.s,
+                "d": case.d,
+                "tokens": case.t,
+                "path": name,
+                "microseconds": seconds and 1e6 * seconds,
+                "minimum_gb_per_s": seconds and moved / seconds / 1e9,
+                "of_copy": seconds and moved / seconds / ceiling,
+                "over_triton_gpu": None if name == "copy" else seconds and ours and seconds / ours,
+                "note": path.note,
+            },
+            settings,
         )
-        step, params = gradient_step(config)
-        tokens_bt = jax.random.randint(jax.random.key(0), (2, 2049), 0, 32_000)
-        compiled = step.lower(params, tokens_bt).compile()
-        jax.block_until_ready(compiled(params, tokens_bt))
-        calls = {residual: functools.partial(compiled, params, tokens_bt)}
-        fewer = dataclasses.replace(settings, rounds=5, calls=2)
-        seconds |= median_seconds(calls, flush, fewer)
-        memory = compiled.memory_analysis()
-        temporary[residual] = memory.temp_size_in_bytes if memory else 0
-    return [
-        {
-            "residual": residual,
-            "milliseconds": 1e3 * seconds[residual],
-            "over_standard": seconds[residual] / seconds["standard"],
-            "temporary_mib": temporary[residual] / 2**20,
-        }
-        for residual in seconds
-    ]
+
+
+# --- A training step -----------------------------------------------------------------------------
+
+STEPS = {
+    "standard": {"residual": "standard"},
+    "block, triton_gpu": {"residual": "block", "implementation": "triton_gpu"},
+    "block, xla": {"residual": "block", "implementation": "xla"},
+}
+
+
+def start_compiling_steps(pool: ThreadPoolExecutor) -> dict[str, Future]:
+    """Begins to compile loss and gradients of the 436M model, 4096 tokens."""
+    tokens_bt = jax.random.randint(jax.random.key(0), (2, 2049), 0, 32_000)
+
+    def path(fields):
+        try:
+            config = scaling_law_model(
+                "436m", vocab_size=32_000, compute_dtype="bfloat16", remat="block", **fields
+            )
+            step, params = gradient_step(config)
+            program = step.lower(params, tokens_bt).compile()
+        except Exception as error:
+            return Path(None, note=f"{type(error).__name__}: {error}"[:200]), 0
+        memory = program.memory_analysis()
+        return Path(lambda: program(params, tokens_bt)), memory.temp_size_in_bytes if memory else 0
+
+    return {name: pool.submit(path, fields) for name, fields in STEPS.items()}
+
+
+def time_training_step(steps: dict[str, tuple[Path, int]], settings: Settings) -> None:
+    """Prints a row for each kind of residual."""
+    paths = {name: path for name, (path, _) in steps.items() if path.call is not None}
+    medians = median_seconds(paths, settings)
+    for name, (path, temporary) in steps.items():
+        seconds, standard = medians.get(name), medians.get("standard")
+        emit(
+            {
+                "what": "training step, 436M, 4096 tokens",
+                "path": name,
+                "milliseconds": seconds and 1e3 * seconds,
+                "over_standard": seconds and standard and seconds / standard,
+                "temporary_mib": temporary / 2**20,
+                "note": path.note,
+            },
+            settings,
+        )
+
+
+# --- Printing ------------------------------------------------------------------------------------
 
 
 def environment() -> dict:
@@ -479,35 +293,20 @@ def environment() -> dict:
     }
 
 
-def main(settings: Settings) -> None:
-    """Checks, then times; prints three tables."""
-    started = time.perf_counter()
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        sys.exit(f"benchmarks.gpu needs an NVIDIA GPU; JAX sees {device.device_kind}")
-    capability = round(10 * float(device.compute_capability))
-    print_rows("Environment", [environment()], as_json=settings.json)
-    print_rows("Correctness", check(capability), as_json=settings.json)
-    # Four times the largest second-level cache.
-    scratch = jnp.zeros((2**28,), jnp.int8)
-    compiled = jax.jit(lambda x: x + 1).lower(scratch).compile()
+_printed_names: list[str] = []
 
-    def flush():
-        return compiled(scratch)
 
-    jax.block_until_ready(flush())
-    rows = []
-    for shape in SHAPES:
-        for gradients in (False, True):
-            if time.perf_counter() - started > settings.seconds:
-                CONSOLE.print(f"out of time before {shape}, gradients={gradients}")
-                continue
-            CONSOLE.print(f"{shape}, gradients={gradients}")
-            rows += time_shape(shape, settings, capability, flush, gradients=gradients)
-    print_rows("Times", rows, as_json=settings.json)
-    if time.perf_counter() - started < settings.seconds:
-        steps = time_training_step(settings, flush)
-        print_rows("Training step, 436M, 4096 tokens", steps, as_json=settings.json)
+def emit(row: dict, settings: Settings) -> None:
+    """Prints a row at once: JSON, or columns, under their names where these change."""
+    if settings.json:
+        print(json.dumps(row), flush=True)
+        return
+    widths = [max(len(name), 10) for name in row]
+    values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()]
+    if _printed_names != list(row):
+        _printed_names[:] = list(row)
+        print("\n" + "  ".join(k.rjust(w) for k, w in zip(row, widths, strict=True)))
+    print("  ".join(v.rjust(w) for v, w in zip(values, widths, strict=True)), flush=True)
 
 
 if __name__ == "__main__":

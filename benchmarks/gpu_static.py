@@ -1,35 +1,46 @@
 """What the Triton kernels compile to, for GPUs that are not there: a static count, not a timing.
 
-`uv run --group aot python -m benchmarks.gpu_static` compiles every launch of both phases down to
-machine code for compute capabilities 8.0, 9.0 and 10.0, and counts registers, spills and bytes.
+    uv run --group aot python -m benchmarks.gpu_static [--json]
+
+Compiles every launch of both phases and of the single-phase read down to machine code for compute
+capabilities 8.0, 9.0 and 10.0, and counts registers, spills and bytes. One process on each core;
+some minutes. Rows of a shape are printed when all of them are found.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
+import multiprocessing
+import os
 import pathlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import triton
 import tyro
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.rows import print_rows
-from pallas_kernels import triton_launch, triton_tiles
-from pallas_kernels.inter_block import triton_gpu as inter_block
-from pallas_kernels.inter_block import triton_kernels as inter_block_kernels
-from pallas_kernels.inter_block import triton_tiling as inter_block_tiling
-from pallas_kernels.merge import triton_gpu as merge
-from pallas_kernels.merge import triton_tiling as merge_tiling
-from pallas_kernels.single_phase import triton_gpu as single_phase
+from pallas_kernels import gpus, triton_launch
+from pallas_kernels.inter_block import gpu_launch as inter_block
+from pallas_kernels.inter_block import triton_gpu as inter_block_kernels
+from pallas_kernels.inter_block.call import Call as InterBlockCall
+from pallas_kernels.merge import gpu_launch as merge
+from pallas_kernels.merge import triton_gpu as merge_kernels
+from pallas_kernels.merge.call import Call as MergeCall
+from pallas_kernels.single_phase import gpu_launch as single_phase
+from pallas_kernels.single_phase import triton_gpu as single_phase_kernels
 
 STATIC = "Static counts from compiled machine code, not timings; no GPU was used."
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -65,39 +76,46 @@ class Shape:
 SHAPES = (Shape(9, 12, 2048), Shape(10, 6, 2304), Shape(9, 8, 7168), Shape(9, 4, 1168))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which kernels are compiled.
-
-    Attributes:
-        num_tokens: Tokens of a launch.
-        capabilities: Compute capabilities, 90 for 9.0.
-        json: One JSON object a line instead of a table.
-    """
+    """Which kernels are compiled."""
 
     num_tokens: int = 8192
+    """Tokens of a launch."""
     capabilities: tuple[int, ...] = (80, 90, 100)
+    """Compute capabilities, 90 for 9.0."""
+    processes: int = os.cpu_count() or 1
+    """How many kernels are compiled at once."""
     json: bool = False
+    """Print one JSON line a row instead of tables."""
 
 
 def main(settings: Settings) -> None:
     """Compiles and prints a row for each launch, then one for each pass with the bytes it moves."""
+    print(STATIC, flush=True)
     cases = [
-        (capability, shape, name)
+        (name, shape, settings.num_tokens, capability)
         for capability in settings.capabilities
         for shape in SHAPES
         for name in PASSES
     ]
-    kernels, passes = [], []
-    console = Console(stderr=True)
-    for capability, shape, name in track(cases, "compiling", console=console, transient=True):
-        found = pass_rows(name, shape, settings.num_tokens, capability)
-        kernels += found[:-1]
-        passes.append(found[-1])
-    if not settings.json:
-        print(STATIC)
-    print_rows("Kernels", kernels, as_json=settings.json)
-    print_rows("Bytes of device memory", passes, as_json=settings.json)
+    # Not forked: JAX has threads.
+    context = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(settings.processes, mp_context=context) as pool,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        futures = {case: pool.submit(pass_rows, *case) for case in cases}
+        bar = progress.add_task("compiling", total=len(cases))
+        try:
+            for _ in as_completed(futures.values()):
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+    found = [future.result() for future in futures.values()]
+    print_rows("Kernels", [r for rows in found for r in rows[:-1]], as_json=settings.json)
+    print_rows("Bytes of device memory", [rows[-1] for rows in found], as_json=settings.json)
 
 
 # --- Passes and the least they can move ----------------------------------------------------------
@@ -105,8 +123,9 @@ def main(settings: Settings) -> None:
 
 def pass_rows(name: str, shape: Shape, num_tokens: int, capability: int) -> list[dict]:
     """Compiles a pass; returns a row for each of its launches and one for all of them."""
-    minimum_rows, function, arguments = PASSES[name](shape, num_tokens, capability)
-    launches = record(function, arguments)
+    minimum_rows, function, arguments = PASSES[name](shape, num_tokens)
+    with mock.patch.object(gpus, "compute_capability", lambda: capability):
+        launches = record(function, arguments)
     where = {"compute_capability": capability / 10, "n": shape.n, "s": shape.s, "d": shape.d}
     rows = [where | compiled(launch, capability) for launch in launches]
     moved = sum(launch.bytes_moved for launch in launches)
@@ -131,86 +150,66 @@ def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 _f32 = functools.partial(_array, dtype=jnp.float32)
 
 
-def _inter_block(shape, num_tokens, capability):
-    tiling = inter_block_tiling.choose_tiling(
-        shape.n, shape.d, jnp.bfloat16, compute_capability=capability
-    )
-    return tiling, (_array(num_tokens, shape.d),) * shape.n, _f32(shape.s, shape.d)
+def _inter_block(shape, num_tokens):
+    values = (_array(num_tokens, shape.d),) * shape.n
+    return InterBlockCall("triton_gpu", 1e-6, None, False), values, _f32(shape.s, shape.d)
 
 
-def _inter_block_forward(shape, num_tokens, capability):
-    tiling, values, folded = _inter_block(shape, num_tokens, capability)
-    function = functools.partial(inter_block.forward, eps=1e-6, tiling=tiling)
-    return shape.n + shape.s, function, (values, folded)
+def _inter_block_forward(shape, num_tokens):
+    call, values, folded = _inter_block(shape, num_tokens)
+    run = functools.partial(inter_block.run_forward, call)
+    return shape.n + shape.s, run, (values, folded, None, None)
 
 
-def _inter_block_backward(shape, num_tokens, capability, accumulate=False):
-    tiling, values, folded = _inter_block(shape, num_tokens, capability)
-    arguments = (
-        values,
-        folded,
+def _inter_block_backward(shape, num_tokens, accumulate=False):
+    call, values, folded = _inter_block(shape, num_tokens)
+    statistics = (
         _f32(shape.s, num_tokens),
         _f32(shape.s, shape.n, num_tokens),
         _f32(shape.n, num_tokens),
-        (_array(num_tokens, shape.d),) * shape.s,
         _f32(shape.s, num_tokens),
+        None,
     )
-
-    def function(*arguments, dvalues=None):
-        return inter_block.backward(*arguments, dvalues=dvalues, eps=1e-6, tiling=tiling)
-
-    if accumulate:
-        return (
-            3 * shape.n + shape.s,
-            lambda dvalues, *rest: function(*rest, dvalues=dvalues),
-            (values, *arguments),
-        )
-    return 2 * shape.n + shape.s, function, arguments
+    doutputs = (_array(num_tokens, shape.d),) * shape.s
+    run = functools.partial(inter_block.run_backward, call)
+    dvalues = values if accumulate else None
+    rows = (3 if accumulate else 2) * shape.n + shape.s
+    return rows, run, (values, folded, None, statistics, None, doutputs, dvalues)
 
 
-def _merge_forward(shape, num_tokens, capability):
-    tiling = merge_tiling.choose_tiling(
-        num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=False
-    )
-    row, vector = _array(num_tokens, shape.d), _f32(shape.d)
-    function = functools.partial(merge.forward, eps=1e-6, norm_eps=1e-6, tiling=tiling)
-    return 5, function, (row, _f32(num_tokens), row, row, vector, vector)
+def _merge(shape, num_tokens):
+    call = MergeCall("triton_gpu", 1e-6, 1e-6, None, False)
+    return call, _array(num_tokens, shape.d), _f32(shape.d), _f32(num_tokens)
 
 
-def _merge_backward(shape, num_tokens, capability):
-    tiling = merge_tiling.choose_tiling(
-        num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=True
-    )
-    row, vector = _array(num_tokens, shape.d), _f32(shape.d)
-    function = functools.partial(merge.backward, tiling=tiling)
-    arguments = (row, row, vector, vector, _f32(4, num_tokens), row, row, _f32(num_tokens))
-    return 6, function, arguments
+def _merge_forward(shape, num_tokens):
+    call, row, vector, scalars = _merge(shape, num_tokens)
+    run = functools.partial(merge.run_forward, call)
+    return 5, run, (row, scalars, row, row, vector, vector)
 
 
-def _single_phase_forward(shape, num_tokens, capability):
-    tiling = merge_tiling.choose_tiling(
-        num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=False
-    )
-    row, vector, n = _array(num_tokens, shape.d), _f32(shape.d), single_phase.MAX_SOURCES
-    function = functools.partial(single_phase.forward, eps=1e-6, norm_eps=1e-6, tiling=tiling)
-    return n + 4, function, ((row,) * n, row, row, vector, vector)
+def _merge_backward(shape, num_tokens):
+    call, row, vector, scalars = _merge(shape, num_tokens)
+    run = functools.partial(merge.run_backward, call)
+    statistics = _f32(4, num_tokens)
+    return 6, run, (row, row, vector, vector, statistics, row, row, scalars)
 
 
-def _single_phase_backward(shape, num_tokens, capability):
-    tiling = merge_tiling.choose_tiling(
-        num_tokens, shape.d, jnp.bfloat16, compute_capability=capability, backward=True
-    )
-    row, vector, n = _array(num_tokens, shape.d), _f32(shape.d), single_phase.MAX_SOURCES
-    statistics = _f32(2 * n + 3, num_tokens)
-
-    def function(values, dvalues, *arguments):
-        return single_phase.backward(values, *arguments, dvalues=dvalues, tiling=tiling)
-
-    arguments = ((row,) * n, (row,) * n, row, vector, vector, statistics, row, row)
-    return 3 * n + 4, function, arguments
+def _single_phase_forward(shape, num_tokens):
+    call, row, vector, _ = _merge(shape, num_tokens)
+    run = functools.partial(single_phase.run_forward, call)
+    return 2 + 4, run, ((row,) * 2, row, row, vector, vector)
 
 
-PASSES = {
+def _single_phase_backward(shape, num_tokens):
+    call, row, vector, _ = _merge(shape, num_tokens)
+    run = functools.partial(single_phase.run_backward, call)
+    values, statistics = (row,) * 2, _f32(7, num_tokens)
+    arguments = (values, row, vector, vector, statistics, row, row, None, values)
+    return 3 * 2 + 4, run, arguments
+
+
+PASSES: dict[str, Callable] = {
     "inter_block_forward": _inter_block_forward,
     "inter_block_backward": _inter_block_backward,
     "inter_block_backward_accumulating": functools.partial(_inter_block_backward, accumulate=True),
@@ -264,15 +263,11 @@ def record(function, arguments) -> list[Launch]:
             **updated,
         }
 
-    modules = (triton_launch, inter_block, merge, single_phase)
-    original = triton_launch.launch
-    for module in modules:
-        module.launch = launch
-    try:
-        jax.eval_shape(function, *arguments)
-    finally:
+    modules = triton_launch, inter_block_kernels, merge_kernels, single_phase_kernels
+    with contextlib.ExitStack() as stack:
         for module in modules:
-            module.launch = original
+            stack.enter_context(mock.patch.object(module, "launch", launch))
+        jax.eval_shape(function, *arguments)
     return launches
 
 
@@ -315,7 +310,7 @@ def compiled(launch: Launch, capability: int) -> dict:
         limits.threads // threads,
         limits.programs,
     )
-    widths = tile_widths(listing)
+    widths = access_widths(listing, activation_lines(program.asm["ttir"]))
     return {
         "kernel": launch.name,
         "programs": math.prod(launch.grid),
@@ -357,37 +352,44 @@ def _array_paths(argument):
     return [()] if isinstance(argument, jax.ShapeDtypeStruct) else []
 
 
-def tile_widths(listing: str) -> set[int]:
-    """Bytes of each access to rows of the width, told by the source line that it comes from.
+def activation_lines(ttir: str) -> set[tuple[str, int]]:
+    """Source lines (file, number) that load or store arrays of the width.
 
-    Those are in `load_tile` and `store_tile`, and the sources in the kernel of the queries'
-    gradient; every other access is to statistics, parameters or shared memory.
+    Those are of 16-bit elements, or of 32-bit words that hold two; statistics are float32.
     """
-    tiles = pathlib.Path(triton_tiles.__file__)
-    first = _line(tiles, "def load_tile")
-    last = _line(tiles, "def vector_columns")
-    gradient = pathlib.Path(inter_block_kernels.__file__)
-    of_sources = _line(gradient, "        v = tl.load(")
-    widths, is_tile = set(), False
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
+
+    def line_of(place: str) -> tuple[str, int] | None:
+        text = places.get(place, "")
+        if found := re.match(r'"([^"]*)":(\d+)', text):
+            return pathlib.Path(found[1]).name, int(found[2])
+        # An inlined function: where it is called from does not matter.
+        found = re.match(r"(?:callsite\(|\"[^\"]*\"\()(#loc\d*)", text)
+        return line_of(found[1]) if found else None
+
+    accesses = re.findall(
+        r"tt\.(?:load|store) .*tensor<[\dx]+x!tt\.ptr<(?:bf16|f16|i32)>.* loc\((#loc\d*)\)", ttir
+    )
+    return {line for place in accesses if (line := line_of(place))}
+
+
+def access_widths(listing: str, lines: set[tuple[str, int]]) -> set[int]:
+    """Bytes of each access of a thread to device memory that these source lines make."""
+    widths, wanted, after_place = set(), False, False
     for line in listing.splitlines():
-        if found := re.search(r'//## File "([^"]*)", line (\d+)(.*)', line):
-            file, number = pathlib.Path(found[1]), int(found[2])
-            if "inlined" not in found[3] or not is_tile:
-                is_tile = False
-            is_tile = is_tile or (file.name == tiles.name and first <= number < last)
-            is_tile = is_tile or (file.name == gradient.name and number == of_sources)
-        elif found := re.search(r"\b(?:LDG|STG|LDGSTS)\b((?:\.\w+)*)", line):
-            if is_tile:
-                modifiers = found[1].split(".")
-                bits = [int(m) for m in modifiers if m in ("64", "128")]
-                bits += [16 for m in modifiers if m in ("U16", "S16")]
-                widths.add((bits or [32])[0] // 8)
+        if found := re.search(r'//## File "([^"]*)", line (\d+)', line):
+            # The first of several is the innermost function's.
+            if not after_place:
+                wanted = (pathlib.Path(found[1]).name, int(found[2])) in lines
+            after_place = True
+            continue
+        after_place = False
+        if wanted and (found := re.search(r"\b(?:LDG|STG|LDGSTS)\b((?:\.\w+)*)", line)):
+            modifiers = found[1].split(".")
+            bits = [int(m) for m in modifiers if m in ("64", "128")]
+            bits += [16 for m in modifiers if m in ("U16", "S16")]
+            widths.add((bits or [32])[0] // 8)
     return widths
-
-
-def _line(path: pathlib.Path, start: str) -> int:
-    lines = path.read_text().splitlines()
-    return next(i for i, line in enumerate(lines, 1) if line.startswith(start))
 
 
 def _tool(name: str, *arguments: str) -> str:

@@ -397,7 +397,6 @@ def test_what_the_kernels_cannot_read():
     wide = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)
     assert reason((wide,) * 3) is None
     assert reason((wide,) * 129) is None  # in several launches
-    assert "triton_gpu" in reason((wide,), name="triton_gpu")
     half = jax.ShapeDtypeStruct((128, 256), jnp.float16)
     assert "float16" in reason((half,) * 3)
     bank = jnp.zeros((tiling.MAX_SOURCES + 1, 1, 1))

@@ -72,14 +72,14 @@ def row_sums(partials_rd: jax.Array, *, compute_capability: int) -> jax.Array:
     if rows == 1:
         return partials_rd[0]
     width = partials_rd[0].size
-    block = 128
+    columns = 64
     sums = launch(
         sum_rows,
         name="sum_rows",
         inputs={"partials": partials_rd},
         outputs={"sums": ((width,), jnp.float32)},
-        constants={"ROWS": rows, "WIDTH": width, "BLOCK": block},
-        grid=(cdiv(width, block),),
+        constants={"COUNT": rows, "WIDTH": width, "ROWS": 32, "COLUMNS": columns},
+        grid=(cdiv(width, columns),),
         num_warps=4,
         compute_capability=compute_capability,
     )["sums"]

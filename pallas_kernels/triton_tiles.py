@@ -134,14 +134,22 @@ def take(x, columns, index):
 
 
 @triton.jit
-def sum_rows(partials, sums, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums `[rows, width]` float32 over its rows, always in the same order."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for row in range(ROWS):
-        offset = tl.cast(row, tl.int64) * WIDTH
-        total += tl.load(partials + offset + column, mask=column < WIDTH, other=0.0)
-    tl.store(sums + column, total, mask=column < WIDTH)
+def sum_rows(
+    partials,
+    sums,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sums `[count, width]` float32 over its rows, always in the same order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, COUNT, ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < COUNT)[:, None] & (column < WIDTH)[None, :]
+        total += tl.load(partials + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    tl.store(sums + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
 def planes(vectors: jax.Array, *, packed: bool) -> jax.Array:

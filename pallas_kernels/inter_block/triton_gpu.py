@@ -1,25 +1,21 @@
-"""Phase 1 on NVIDIA GPUs: S reads of the finished sources in one Triton kernel, and its gradient.
+"""Phase 1 on NVIDIA GPUs: S reads of the finished sources in Triton kernels, and their gradient.
 
-A program owns a few tokens. Forward, it loads all sources of its tokens once and keeps them in
-registers, in their own dtype; a loop over the reads then does everything else there. Backward, it
-keeps the sources again and loops over the reads twice: first for all scalars, then, chunk by chunk
-of the width, for the sources' gradients, where the reads' cotangents come from the cache. The
-gradient of the queries is a product of the scalars that this left with the sources: a second
-kernel, in which each program sums hundreds of tokens into one float32 row, and a third one that
-adds these rows in a fixed order.
+The products of sources and queries run on the matrix units, a few tokens a program. Forward, a
+program sweeps the width twice: first for the logits of all reads, then for their outputs. Backward,
+one kernel finds every scalar of a token, in products of its sources and cotangents; a second one
+owns some columns of many tokens, and computes there the sources' gradients and one float32 row of
+the queries'; a last one adds these rows in a fixed order.
 """
 
 import itertools
 
 import jax
 import jax.numpy as jnp
-import triton
 
 from pallas_kernels.inter_block import triton_kernels as kernels
 from pallas_kernels.inter_block.triton_kernels import MAX_READS, MAX_SOURCES
-from pallas_kernels.inter_block.triton_tiling import Tiling
+from pallas_kernels.inter_block.triton_tiling import Step, Tiling
 from pallas_kernels.triton_launch import cdiv, launch, row_sums
-from pallas_kernels.triton_tiles import NEVER, planes
 
 
 def forward(
@@ -59,7 +55,6 @@ def forward(
     if num_reads > MAX_READS:
         raise ValueError(f"triton_gpu: at most {MAX_READS} reads a launch, got {num_reads}")
     known = 0 if inverse_rms_nt is None else inverse_rms_nt.shape[0]
-    planes_sd = planes(folded_sd, packed=tiling.packed)
     groups = _groups(len(values), tiling.sources_per_launch)
     outputs, lse, logits, inverse_rms = (), folded_sd, [], []
     for start, stop in groups:
@@ -67,42 +62,61 @@ def forward(
         output_dtype = dtype if stop == len(values) else jnp.float32
         known_here = min(max(known - start, 0), n)
         found = launch(
-            kernels.forward_kernel,
-            name="inter_block_forward",
+            kernels.logits_kernel,
+            name="inter_block_logits",
             inputs={
                 "values": _of_launch(values, start, stop),
                 "count_ptr": count,
-                "folded": planes_sd,
+                "folded": _parts(folded_sd, dtype),
                 "known_inverse_rms": inverse_rms_nt[start : start + known_here]
                 if inverse_rms_nt is not None and known_here
                 else None,
-                "carried_outputs": None if carry is None else carry[0],
-                "carried_lse": None if carry is None else carry[1],
                 "T": num_tokens,
-                "never": NEVER,
                 "eps": eps,
             },
             outputs={
-                **{f"o{s}": ((num_tokens, width), output_dtype) for s in range(num_reads)},
-                "lse": ((num_reads, num_tokens), jnp.float32),
                 "logits": ((num_reads, n, num_tokens), jnp.float32),
                 "inverse_rms": ((n, num_tokens), jnp.float32),
             },
-            unused=[f"o{s}" for s in range(num_reads, MAX_READS)],
             constants={
-                **_constants(n, num_reads, width, tiling),
+                **_constants(n, num_reads, width, count, start),
+                "S_PAD": _padded(n, num_reads)["S_PAD"],
                 "KNOWN": known_here,
-                "BANK": count is not None,
-                "FIRST": start if count is not None else 0,
+                **_step(tiling.logits),
             },
-            grid=(cdiv(num_tokens, tiling.tokens),),
-            num_warps=tiling.num_warps,
+            grid=(cdiv(num_tokens, tiling.logits.tokens), n),
+            num_warps=tiling.logits.num_warps,
             compute_capability=tiling.compute_capability,
         )
-        outputs, lse = tuple(found[f"o{s}"] for s in range(num_reads)), found["lse"]
-        carry = outputs, lse
         logits.append(found["logits"])
         inverse_rms.append(found["inverse_rms"])
+        read = launch(
+            kernels.outputs_kernel,
+            name="inter_block_outputs",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "logits": found["logits"],
+                "carried_outputs": None if carry is None else carry[0],
+                "carried_lse": None if carry is None else carry[1],
+                "T": num_tokens,
+            },
+            outputs={
+                "lse": ((num_reads, num_tokens), jnp.float32),
+                **{f"o{s}": ((num_tokens, width), output_dtype) for s in range(num_reads)},
+            },
+            unused=[f"o{s}" for s in range(num_reads, MAX_READS)],
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
+                **_step(tiling.outputs),
+            },
+            grid=(cdiv(num_tokens, tiling.outputs.tokens),),
+            num_warps=tiling.outputs.num_warps,
+            compute_capability=tiling.compute_capability,
+        )
+        outputs, lse = tuple(read[f"o{s}"] for s in range(num_reads)), read["lse"]
+        carry = outputs, lse
     return outputs, lse, _join(logits, axis=1), _join(inverse_rms, axis=0)
 
 
@@ -158,32 +172,25 @@ def backward(
     groups = _groups(len(values), tiling.sources_per_launch)
     if isinstance(values, jax.Array) and len(groups) > 1 and dvalues is None:
         dvalues = jnp.zeros_like(values)  # Each launch adds to its own rows of the one array.
-    planes_sd = planes(folded_sd, packed=tiling.packed)
-    scalars = (num_reads, num_tokens)
+    capability = {"compute_capability": tiling.compute_capability}
 
-    def run(start, stop, *, delta, delta_only):
+    def find_scalars(start, stop, *, delta, delta_only):
         n = stop - start
-        updated, outputs = {}, {}
-        unused = [f"g{i}" for i in range(MAX_SOURCES)]
         if delta_only:
-            outputs["weights"] = (scalars, jnp.float32)
-            unused.append("coefficients")
+            outputs = {"new_delta": ((num_reads, num_tokens), jnp.float32)}
         else:
-            if dvalues is not None:
-                updated["accumulated"] = _of_launch(dvalues, start, stop)
-            elif isinstance(values, jax.Array):
-                outputs["g0"] = (values.shape, values.dtype)
-            else:
-                outputs |= {f"g{i}": (x.shape, x.dtype) for i, x in enumerate(values[start:stop])}
-            outputs["weights"] = ((num_reads, n, num_tokens), jnp.float32)
-            outputs["coefficients"] = ((num_reads, n, num_tokens), jnp.float32)
+            outputs = {
+                "weights": ((num_tokens, n, num_reads), jnp.float32),
+                "coefficients": ((num_tokens, n, num_reads), jnp.float32),
+                "radial": ((n, num_tokens), jnp.float32),
+            }
+        step = tiling.scalars
         return launch(
-            kernels.backward_kernel,
-            name="inter_block_delta" if delta_only else "inter_block_backward",
+            kernels.scalars_kernel,
+            name="inter_block_delta" if delta_only else "inter_block_scalars",
             inputs={
                 "values": _of_launch(values, start, stop),
                 "count_ptr": count,
-                "folded": planes_sd,
                 "lse": lse_st,
                 "logits": logits_snt[:, start:stop],
                 "inverse_rms": inverse_rms_nt[start:stop],
@@ -192,92 +199,105 @@ def backward(
                 "dlogits": None if dlogits_snt is None else dlogits_snt[:, start:stop],
                 "delta": delta,
                 "T": num_tokens,
-                "never": NEVER,
-                **({} if "accumulated" in updated else {"accumulated": None}),
+            },
+            outputs=outputs,
+            unused=["weights", "coefficients", "radial"] if delta_only else ["new_delta"],
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
+                **_step(step),
+            },
+            grid=(cdiv(num_tokens, step.tokens),),
+            num_warps=step.num_warps,
+            **capability,
+        )
+
+    def find_gradients(start, stop, scalars):
+        n, step, rows = stop - start, tiling.gradients, cdiv(num_tokens, tiling.row_tokens)
+        updated, outputs = {}, {}
+        if dvalues is not None:
+            updated["accumulated"] = _of_launch(dvalues, start, stop)
+        elif count is not None:
+            outputs["g0"] = (values.shape, values.dtype)
+        else:
+            outputs |= {f"g{i}": (x.shape, x.dtype) for i, x in enumerate(values[start:stop])}
+        outputs["partials"] = ((rows, num_reads, width), jnp.float32)
+        return launch(
+            kernels.gradients_kernel,
+            name="inter_block_gradients",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "folded": _parts(folded_sd, values[0].dtype),
+                "doutputs": doutputs,
+                **scalars,
+                "T": num_tokens,
+                **({} if updated else {"accumulated": None}),
             },
             outputs=outputs,
             updated=updated,
-            unused=[key for key in unused if key not in outputs],
+            unused=[f"g{i}" for i in range(MAX_SOURCES) if f"g{i}" not in outputs],
             constants={
-                **_constants(n, num_reads, width, tiling),
-                "BANK": count is not None,
-                "FIRST": start if count is not None else 0,
-                "DELTA_ONLY": delta_only,
-                "HOLD": tiling.hold,
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
+                "ROW_TOKENS": tiling.row_tokens,
+                **_step(step),
             },
-            grid=(cdiv(num_tokens, tiling.tokens),),
-            num_warps=tiling.num_warps,
-            compute_capability=tiling.compute_capability,
+            grid=(cdiv(width, step.columns), rows),
+            num_warps=step.num_warps,
+            **capability,
         )
 
     if delta_st is None and len(groups) > 1:
         for start, stop in groups:
-            delta_st = run(start, stop, delta=delta_st, delta_only=True)["weights"]
+            delta_st = find_scalars(start, stop, delta=delta_st, delta_only=True)["new_delta"]
 
     gradients, partials = [], []
     for start, stop in groups:
-        found = run(start, stop, delta=delta_st, delta_only=False)
+        scalars = find_scalars(start, stop, delta=delta_st, delta_only=False)
+        found = find_gradients(start, stop, scalars)
+        partials.append(found["partials"])
         if dvalues is not None:
-            accumulated = found["accumulated"]
+            gradients += found["accumulated"]
             if count is not None:
-                (dvalues,) = accumulated
-            gradients += accumulated
-        elif count is not None:
-            gradients = [found["g0"]]
+                (dvalues,) = found["accumulated"]
         else:
-            gradients += [found[f"g{i}"] for i in range(stop - start)]
-        partials.append(
-            _query_gradients(values, count, found["coefficients"], start, stop, width, tiling)
-        )
-    dfolded_sd = row_sums(_join(partials, axis=0), compute_capability=tiling.compute_capability)
+            gradients += [found[f"g{i}"] for i in range(stop - start) if f"g{i}" in found]
+    dfolded_sd = row_sums(_join(partials, axis=0), **capability)
     return gradients[-1] if count is not None else tuple(gradients), dfolded_sd
 
 
-def _query_gradients(values, count, coefficients_snt, start, stop, width, tiling):
-    """Partial sums `[rows, s, d]` of the queries' gradients."""
-    num_reads, n, num_tokens = coefficients_snt.shape
-    rows = cdiv(num_tokens, tiling.row_tokens)
-    columns = min(tiling.gradient_columns, max(16, triton.next_power_of_2(width)))
-    return launch(
-        kernels.query_gradient_kernel,
-        name="inter_block_query_gradient",
-        inputs={
-            "values": _of_launch(values, start, stop),
-            "count_ptr": count,
-            "coefficients": coefficients_snt,
-            "T": num_tokens,
-        },
-        outputs={"partials": ((rows, num_reads, width), jnp.float32)},
-        constants={
-            "N": n,
-            "S": num_reads,
-            "D": width,
-            "S_PAD": max(16, triton.next_power_of_2(num_reads)),
-            "ROW_TOKENS": tiling.row_tokens,
-            "TOKENS": 32,
-            "COLUMNS": columns,
-            "BANK": count is not None,
-            "FIRST": start if count is not None else 0,
-        },
-        grid=(cdiv(width, columns), rows),
-        num_warps=4,
-        num_stages=3,
-        compute_capability=tiling.compute_capability,
-    )["partials"]
-
-
-def _constants(num_sources: int, num_reads: int, width: int, tiling: Tiling) -> dict[str, int]:
+def _constants(n: int, s: int, d: int, count: jax.Array | None, start: int) -> dict[str, int]:
     return {
-        "N": num_sources,
-        "S": num_reads,
-        "D": width,
-        "N_PAD": triton.next_power_of_2(num_sources),
-        "TOKENS": tiling.tokens,
-        "HALF": tiling.half,
-        "CHUNKS": tiling.chunks,
-        "PACKED": tiling.packed,
-        "STAGES": tiling.num_stages,
+        "N": n,
+        "S": s,
+        "D": d,
+        "BANK": count is not None,
+        "FIRST": start if count is not None else 0,
     }
+
+
+def _padded(n: int, s: int) -> dict[str, int]:
+    """Sizes that matrix units take."""
+    return {"N_PAD": max(16, _power_of_two(n)), "S_PAD": max(16, _power_of_two(s))}
+
+
+def _step(step: Step) -> dict[str, int]:
+    return {"TOKENS": step.tokens, "COLUMNS": step.columns, "STAGES": step.num_stages}
+
+
+def _parts(folded_sd: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """The queries as matrix units take them beside sources of a dtype: bfloat16 in two parts."""
+    if dtype != jnp.bfloat16:
+        return (folded_sd,)
+    # Not a conversion and its inverse, which XLA may take to cancel.
+    high = jax.lax.reduce_precision(folded_sd, exponent_bits=8, mantissa_bits=7)
+    return high.astype(dtype), (folded_sd - high).astype(dtype)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
 
 
 def _groups(num_sources: int, largest: int) -> list[tuple[int, int]]:

@@ -1,86 +1,95 @@
-"""How phase 1 is launched on NVIDIA GPUs: data by compute capability, chosen by registers."""
+"""How phase 1 is launched on NVIDIA GPUs: data by compute capability, as measured on an H200."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
-    """A launch of the kernels of phase 1.
+class Step:
+    """The part of the work that a program of a kernel has in hand at a time.
 
     Attributes:
-        compute_capability: Of the GPU that the kernels are compiled for: 80, 90, 100, ...
-        num_warps: Warps of a program.
-        tokens: Tokens of a program.
-        half: Columns of half a tile.
-        chunks: Tiles that cover a token's row.
-        packed: Whether tiles are kept as words of two 16-bit elements.
-        sources_per_launch: Sources that a program keeps in registers.
-        hold: Whether the backward kernel keeps the sources to its end. It loads them again, from
-            the cache, where the registers are too few for them and for their gradients.
-        num_stages: Reads in flight: while one is computed, the next one's rows are fetched.
-        row_tokens: Tokens whose contributions to a query's gradient are summed into one row.
-        gradient_columns: Columns of a query's gradient that a program computes.
+        num_warps: Warps of the program.
+        tokens: Tokens.
+        columns: Columns of the width.
+        num_stages: Steps in flight: while one is computed, the next ones' rows are fetched.
     """
 
-    compute_capability: int
     num_warps: int
     tokens: int
-    half: int
-    chunks: int
-    packed: bool
-    sources_per_launch: int
-    hold: bool
-    num_stages: int = 2
-    row_tokens: int = 256
-    gradient_columns: int = 128
+    columns: int
+    num_stages: int
 
     def __post_init__(self):
-        powers = {"num_warps": self.num_warps, "tokens": self.tokens, "half": self.half}
-        for name, value in powers.items():
+        for name in ("num_warps", "tokens", "columns"):
+            value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name}: Triton needs a power of two, got {value}")
-        if self.half < 4:
-            raise ValueError(f"half: at least 4 columns, got {self.half}")
-        if not 1 <= self.sources_per_launch <= 16:
-            raise ValueError(f"sources_per_launch: 1 to 16, got {self.sources_per_launch}")
-        if self.row_tokens < 32 or self.row_tokens % 32:
-            raise ValueError(f"row_tokens: a multiple of 32, got {self.row_tokens}")
+        if self.columns < 16:
+            raise ValueError(f"columns: matrix units need at least 16, got {self.columns}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
-    """Registers of a thread that may hold sources.
+class Tiling:
+    """Launches of the kernels of phase 1.
 
     Attributes:
-        num_warps: Warps of a program.
-        held: Registers for the sources.
-        with_gradients: Registers for the sources and their gradients together.
+        compute_capability: Of the GPU that the kernels are compiled for: 80, 90, 100, ...
+        sources_per_launch: Sources that a launch reads; more take several launches.
+        logits: The forward pass's first kernel.
+        outputs: Its second kernel.
+        scalars: The backward pass's first kernel.
+        gradients: Its second kernel.
+        row_tokens: Tokens whose contributions to a query's gradient are summed into one row.
     """
 
-    num_warps: int
-    held: int
-    with_gradients: int
+    compute_capability: int
+    sources_per_launch: int
+    logits: Step
+    outputs: Step
+    scalars: Step
+    gradients: Step
+    row_tokens: int
+
+    def __post_init__(self):
+        if not 1 <= self.sources_per_launch <= 16:
+            raise ValueError(f"sources_per_launch: 1 to 16, got {self.sources_per_launch}")
+        least = max(32, self.gradients.tokens)
+        if self.row_tokens < least or self.row_tokens % self.gradients.tokens:
+            raise ValueError(
+                f"row_tokens: at least {least} and a multiple of {self.gradients.tokens}"
+                f" (gradients.tokens), got {self.row_tokens}"
+            )
 
 
-# What matters here, 65,536 registers a multiprocessor and 255 a thread, is the same from compute
-# capability 8.0 to 10.0, and no kernel uses more than 24 KiB of shared memory.
-_BUDGETS = (Budget(4, 128, 150), Budget(8, 144, 150))
-BUDGETS = {80: _BUDGETS, 90: _BUDGETS, 100: _BUDGETS}
-MAX_TOKENS = 16
+# The fastest of some tens on an H200. They need 123 KiB of shared memory at most (float32), which
+# GPUs of all these capabilities have.
+_FEW_READS = {
+    "logits": Step(num_warps=4, tokens=128, columns=64, num_stages=3),
+    "outputs": Step(num_warps=2, tokens=2, columns=128, num_stages=3),
+    "scalars": Step(num_warps=1, tokens=1, columns=128, num_stages=3),
+    "gradients": Step(num_warps=4, tokens=2, columns=128, num_stages=2),
+    "row_tokens": 128,
+}
+_MANY_READS = _FEW_READS | {
+    "outputs": Step(num_warps=1, tokens=1, columns=256, num_stages=3),
+    "gradients": Step(num_warps=2, tokens=2, columns=64, num_stages=2),
+    "row_tokens": 256,
+}
+_BOTH = {16: _FEW_READS, 24: _MANY_READS}
+LAUNCHES: dict[int, dict[int, dict[str, Any]]] = {80: _BOTH, 90: _BOTH, 100: _BOTH}
+"""By compute capability and the most reads that they are for."""
+MAX_READS = 24
 MAX_SOURCES = 16
 
 
-def choose_tiling(num_sources: int, width: int, dtype, *, compute_capability: int) -> Tiling:
-    """Returns the launch for n sources `[t, width]` of a dtype.
-
-    The fewest warps whose registers hold a token's sources, so that reductions over the width take
-    few steps, and the number of tokens that leaves the fewest columns of the last tile idle. Where
-    the registers of eight warps do not hold all sources, several launches share them.
+def choose_tiling(num_sources: int, num_reads: int, dtype, *, compute_capability: int) -> Tiling:
+    """Returns the launches for so many reads of n sources of a dtype.
 
     Raises:
-        ValueError: A GPU older than 8.0, an unsupported dtype, or rows too wide for registers.
+        ValueError: A GPU older than 8.0, or an unsupported dtype.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -88,44 +97,17 @@ def choose_tiling(num_sources: int, width: int, dtype, *, compute_capability: in
             f"triton_gpu: sources are float32, bfloat16 or float16, got {dtype};"
             ' convert them, or use implementation="xla"'
         )
-    known = [capability for capability in BUDGETS if capability <= compute_capability]
+    known = [capability for capability in LAUNCHES if capability <= compute_capability]
     if not known:
         raise ValueError(
             "triton_gpu: needs an NVIDIA GPU of compute capability 8.0 or newer, got"
             f' {compute_capability / 10}; use implementation="xla"'
         )
-    packed = dtype.itemsize == 2 and width % 2 == 0
-    registers_per_tile = 4 if packed else 8
-    wanted = min(num_sources, MAX_SOURCES)
-    columns, chunks, fitting = {}, {}, []
-    for budget in BUDGETS[max(known)]:
-        # Eight columns of a tile are a thread's: loads of 16 bytes.
-        columns = {t: 256 * budget.num_warps // t for t in (1, 2, 4, 8, MAX_TOKENS)}
-        chunks = {t: -(-width // c) for t, c in columns.items()}
-        held = {t: wanted * registers_per_tile * c for t, c in chunks.items()}
-        fitting = [t for t in columns if held[t] <= budget.held]
-        if fitting:
-            break
-    if fitting:
-        tokens = min(fitting, key=lambda t: (chunks[t] * columns[t], t))
-        sources = wanted
-    else:
-        tokens = 1
-        sources = budget.held // (registers_per_tile * chunks[1])
-        if sources == 0:
-            raise ValueError(
-                "triton_gpu: rows have at most"
-                f" {budget.held // registers_per_tile * columns[1]} elements of {dtype},"
-                f' got {width}; use implementation="xla"'
-            )
-    held_here = sources * registers_per_tile * chunks[tokens]
+    launches = LAUNCHES[max(known)]
+    most_reads = min((most for most in launches if num_reads <= most), default=max(launches))
+    num_launches = -(-num_sources // MAX_SOURCES)
     return Tiling(
         compute_capability=compute_capability,
-        num_warps=budget.num_warps,
-        tokens=tokens,
-        half=columns[tokens] // 2,
-        chunks=chunks[tokens],
-        packed=packed,
-        sources_per_launch=sources,
-        hold=held_here + 8 * sources <= budget.with_gradients,
+        sources_per_launch=-(-num_sources // num_launches),
+        **launches[most_reads],
     )

@@ -167,6 +167,7 @@ def backward(
             "HALF": tiling.half,
             "CHUNKS": tiling.chunks,
             "PACKED": tiling.packed,
+            "STAGES": tiling.num_stages,
         },
         grid=(rows,),
         num_warps=tiling.num_warps,

@@ -120,6 +120,7 @@ def backward_kernel(
     HALF: tl.constexpr,
     CHUNKS: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """All gradients, those of the parameters as partial rows, see `triton_gpu.backward`."""
     T = tl.cast(T, tl.int64)
@@ -132,7 +133,7 @@ def backward_kernel(
         of_query = of_query + (tl.zeros((TOKENS, HALF), tl.float32),)
         of_gain = of_gain + (tl.zeros((TOKENS, HALF), tl.float32),)
 
-    for step in range(ROW_TOKENS // TOKENS):
+    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES):
         # 16 each time, see `halves`.
         sixteen = tl.where(step + 1 > never, 0, 16)
         again_sixteen = tl.where(step + 2 > never, 0, 16)

@@ -18,6 +18,7 @@ class Tiling:
         packed: Whether tiles are kept as words of two 16-bit elements.
         row_tokens: Tokens that a program of the backward kernel runs through; it sums their share
             of the parameters' gradients into one row.
+        num_stages: Tokens in flight in that run: while some are computed, the next are fetched.
     """
 
     compute_capability: int
@@ -27,6 +28,7 @@ class Tiling:
     chunks: int
     packed: bool
     row_tokens: int = 128
+    num_stages: int = 3
 
     def __post_init__(self):
         powers = {"num_warps": self.num_warps, "tokens": self.tokens, "half": self.half}
@@ -53,13 +55,13 @@ class Gpu:
     """
 
     multiprocessors: int
-    forward: tuple[tuple[int, int], ...] = ((4, 7), (8, 7), (16, 4), (16, 16))
-    backward: tuple[tuple[int, int], ...] = ((8, 4), (16, 2), (16, 16))
+    forward: tuple[tuple[int, int], ...] = ((4, 3), (8, 4), (16, 4), (16, 16))
+    backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (16, 2), (16, 16))
 
 
 GPUS = {80: Gpu(108), 90: Gpu(132), 100: Gpu(148)}
-LEAST_ROW_TOKENS = 80
-"""Shares of the parameters' gradients are then less than 2% of what the backward kernel moves."""
+LEAST_ROW_TOKENS = 64
+"""Shares of the parameters' gradients are then 2% of what the backward kernel moves."""
 MAX_TOKENS = 16
 
 
@@ -99,6 +101,7 @@ def choose_tiling(
         )
     # The fewest idle columns; then many tokens in flight where one program has a multiprocessor.
     tokens = min(fitting, key=lambda t: (chunks[t] * columns[t], -t if backward else t))
+    row_bytes = chunks[tokens] * columns[tokens] * tokens * dtype.itemsize
     share = max(LEAST_ROW_TOKENS, -(-num_tokens // (2 * gpu.multiprocessors)))
     return Tiling(
         compute_capability=compute_capability,
@@ -108,4 +111,6 @@ def choose_tiling(
         chunks=chunks[tokens],
         packed=dtype.itemsize == 2 and width % 2 == 0,
         row_tokens=-(-share // tokens) * tokens,
+        # Ten rows a stage in 160 KiB of shared memory, which the smallest has.
+        num_stages=3 if row_bytes <= 2**13 else 2 if row_bytes <= 2**14 else 1,
     )

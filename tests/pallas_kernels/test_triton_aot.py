@@ -38,7 +38,7 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 N, S, T, D = 3, 2, 256, 512
 settings = dict(compute_capability=90)
-tiling = choose_tiling(N, D, jnp.bfloat16, **settings)
+tiling = choose_tiling(N, S, jnp.bfloat16, **settings)
 ahead = choose_merge_tiling(T, D, jnp.bfloat16, backward=False, **settings)
 back = choose_merge_tiling(T, D, jnp.bfloat16, backward=True, **settings)
 

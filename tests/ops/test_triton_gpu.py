@@ -108,10 +108,10 @@ def test_reads_of_a_bank(gpu):
     read_group(2, 2, (2, 3), 100, F32, bank=True)
 
 
-# The first is of FLA's test_attnres, with the tokens cut down; its other shapes are in the kernels'
-# own tests.
+# As in FLA's test_attnres, normal queries times 1 saturate the softmax. Its shapes are in the
+# kernels' own tests.
 @pytest.mark.parametrize(
-    "n, b, t, d, scale, dtype", [(3, 1, 1, 4096, None, F16), (10, 2, 1, 100, 1, F32)]
+    "n, b, t, d, scale, dtype", [(3, 1, 2, 1000, None, F16), (10, 2, 1, 100, 1, F32)]
 )
 def test_a_read_with_output_norm(gpu, n, b, t, d, scale, dtype):
     *values, last = [jnp.asarray(oracles.normal(i, b, t, d), dtype) for i in range(n)]
@@ -271,8 +271,8 @@ def test_a_scan_over_reads_of_a_bank(gpu):
 def test_forward_mode_is_refused(gpu):
     values, query, gain = loss_inputs(3)
     with pytest.raises(TypeError, match=r"forward-mode autodiff .* custom_vjp"):
-        jax.eval_shape(
-            lambda query: jax.jvp(lambda q: loss(values, q, gain), (query,), (query,)), query
+        jax.jit(lambda query: jax.jvp(lambda q: loss(values, q, gain), (query,), (query,))).lower(
+            query
         )
 
 

@@ -84,18 +84,18 @@ def main(settings: Settings) -> None:
     with ThreadPoolExecutor(settings.threads) as pool:
         checks = [(check, check.arrays()) for check in gpu_check.CHECKS]
         checking = [pool.submit(compiled, check.program(), *given) for check, given in checks]
-        copying = pool.submit(repeated_path, *gpu_programs.copy_program(), 10)
-        timing = {case: start_compiling(case, pool) for case in CASES}
-        steps = start_compiling_steps(pool) if settings.model else {}
         wrong = False
         for (check, given), future in zip(checks, checking, strict=True):
             row = gpu_check.row_of(check, future.result()(*given))
             wrong = wrong or not row["right"]
             emit(row, settings)
         if wrong:
-            pool.shutdown(cancel_futures=True)
             sys.exit("wrong values: nothing is timed")
-        CONSOLE.print(f"{elapsed():.0f} s: right; other packages warm up, programs compile")
+        CONSOLE.print(f"{elapsed():.0f} s: right; compiling what is timed")
+        copying = pool.submit(repeated_path, *gpu_programs.copy_program(), 10)
+        timing = {case: start_compiling(case, pool) for case in CASES}
+        steps = start_compiling_steps(pool) if settings.model else {}
+        CONSOLE.print(f"{elapsed():.0f} s: other packages warm up, programs compile")
         peers = {case: warm_peers(case, settings, elapsed) for case in CASES if case.peers}
         paths = {
             case: {k: f.result() for k, f in futures.items()} for case, futures in timing.items()

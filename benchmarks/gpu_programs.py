@@ -111,21 +111,18 @@ def inputs_of(case: Case) -> Inputs:
         0 if case.direction == "forward" else case.s + 1,
     )
 
-    @jax.jit
-    def make(key):
-        def rows(size, key):
-            keys = jax.random.split(key, max(size, 1))[:size]
-            return tuple(jax.random.normal(k, (case.t, case.d), jnp.bfloat16) for k in keys)
-
-        *keys, query_key, gain_key, lse_key = jax.random.split(key, 7)
-        return Inputs(
-            *(rows(size, k) for size, k in zip(sizes, keys, strict=True)),
-            query_sd=jax.random.normal(query_key, (case.s, case.d)) / case.d**0.5,
-            norm_gain_d=1 + 0.1 * jax.random.normal(gain_key, (case.d,)),
-            lse_st=1 + 0.1 * jax.random.normal(lse_key, (case.s, case.t)),
-        )
-
-    return make(jax.random.key(0))
+    # One program for all rows: a program of tens of generators takes minutes to compile.
+    row = jax.jit(lambda key: jax.random.normal(key, (case.t, case.d), jnp.bfloat16))
+    *keys, query_key, gain_key, lse_key = jax.random.split(jax.random.key(0), 7)
+    return Inputs(
+        *(
+            tuple(row(k) for k in jax.random.split(key, max(size, 1))[:size])
+            for size, key in zip(sizes, keys, strict=True)
+        ),
+        query_sd=jax.random.normal(query_key, (case.s, case.d)) / case.d**0.5,
+        norm_gain_d=1 + 0.1 * jax.random.normal(gain_key, (case.d,)),
+        lse_st=1 + 0.1 * jax.random.normal(lse_key, (case.s, case.t)),
+    )
 
 
 # --- The operations ------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Gpu:
     Attributes:
         multiprocessors: Of the largest card of the capability.
         forward: (warps, most tiles a row) that leave no register spilled, in order of preference.
-        backward: The same for the backward kernel, which runs one program a multiprocessor.
+        backward: The same for the backward kernel.
     """
 
     multiprocessors: int
@@ -60,8 +60,10 @@ class Gpu:
 
 
 GPUS = {80: Gpu(108), 90: Gpu(132), 100: Gpu(148)}
-LEAST_ROW_TOKENS = 64
-"""Shares of the parameters' gradients are then 2% of what the backward kernel moves."""
+LEAST_ROW_TOKENS = 32
+"""Shares of the gradients of parameters are then 4% of what the kernel moves, less with many tokens."""
+WARPS_A_MULTIPROCESSOR = 24
+"""So many hide the latency of memory."""
 MAX_TOKENS = 16
 
 
@@ -99,10 +101,11 @@ def choose_tiling(
             f"triton_gpu: rows have at most {most_chunks * columns[1]} elements, got {width};"
             ' use implementation="xla"'
         )
-    # The fewest idle columns; then many tokens in flight where one program has a multiprocessor.
+    # The fewest idle columns; then, backward, many tokens in flight.
     tokens = min(fitting, key=lambda t: (chunks[t] * columns[t], -t if backward else t))
+    programs = max(1, WARPS_A_MULTIPROCESSOR // num_warps)
     row_bytes = chunks[tokens] * columns[tokens] * tokens * dtype.itemsize
-    share = max(LEAST_ROW_TOKENS, -(-num_tokens // (2 * gpu.multiprocessors)))
+    share = max(LEAST_ROW_TOKENS, -(-num_tokens // (gpu.multiprocessors * programs)))
     return Tiling(
         compute_capability=compute_capability,
         num_warps=num_warps,

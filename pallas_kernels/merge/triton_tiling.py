@@ -61,7 +61,7 @@ class Gpu:
 
 GPUS = {80: Gpu(108), 90: Gpu(132), 100: Gpu(148)}
 LEAST_ROW_TOKENS = 32
-"""Shares of the gradients of parameters are then 4% of what the kernel moves, less with many tokens."""
+"""Shares of the parameters' gradients are then 4% of what the kernel moves, or less."""
 WARPS_A_MULTIPROCESSOR = 24
 """So many hide the latency of memory."""
 MAX_TOKENS = 16

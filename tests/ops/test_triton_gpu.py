@@ -204,7 +204,10 @@ def test_a_language_model_and_every_gradient(gpu):
         config = tiny(**changes, implementation=name)
         inputs = inputs or (reference.random_params(config, query_scale=2.0), tokens(), cotangent())
         found.append(logits_and_gradients.__wrapped__(config)(*inputs))
-    for (name, got), (_, want) in zip(*map(reference.leaves, found), strict=True):
+    (logits, gradients), (expected_logits, expected) = found
+    assert oracles.relative_error(logits, expected_logits) <= 1e-5
+    leaves = map(reference.leaves, (gradients, expected))
+    for (name, got), (_, want) in zip(*leaves, strict=True):
         assert oracles.relative_error(got, want) <= 2e-5, name
 
 

@@ -174,14 +174,16 @@ def candidates(settings: Settings, values, cotangents) -> list[Candidate]:
     def forward(values, tiling):
         return phase_1.forward(values, query_sd, eps=EPS, tiling=tiling)
 
-    _, *statistics = jax.jit(lambda values: forward(values, base))(values)
+    _, lse_st, logits_snt, inverse_rms_nt = jax.jit(lambda values: forward(values, base))(values)
 
     def backward(values, cotangents, tiling):
         return phase_1.backward(
-            values, query_sd, *statistics, cotangents, None, eps=EPS, tiling=tiling
+            *(values, query_sd, lse_st, logits_snt, inverse_rms_nt, cotangents, None),
+            eps=EPS,
+            tiling=tiling,
         )
 
-    scalars = jax.jit(only("inter_block_scalars", lambda *x: backward(*x, base)))(
+    scalars = jax.jit(only("inter_block_scalars", partial(backward, tiling=base)))(
         values, cotangents
     )
     found = []
@@ -189,9 +191,8 @@ def candidates(settings: Settings, values, cotangents) -> list[Candidate]:
     for kernel, rows in of_kernel.items():
         for step in STEPS[kernel]:
             for row_tokens in ROW_TOKENS if kernel == "gradients" else (base.row_tokens,):
-                tiling = dataclasses.replace(
-                    base, **{kernel: Step(*step), "row_tokens": row_tokens}
-                )
+                changes: dict[str, Any] = {kernel: Step(*step), "row_tokens": row_tokens}
+                tiling = dataclasses.replace(base, **changes)
                 name = f"inter_block_{kernel}"
                 if kernel in ("logits", "outputs"):
                     function = only(name, lambda v, _, tiling=tiling: forward(v, tiling))
@@ -201,7 +202,7 @@ def candidates(settings: Settings, values, cotangents) -> list[Candidate]:
                 label = f"{Step(*step)}, row_tokens={row_tokens}"
                 found.append(Candidate(name, label, rows, function))
 
-    lse_t, scalars_kt = statistics[0][0], jnp.abs(statistics[1][0, :1]).repeat(4, 0)
+    lse_t, scalars_kt = lse_st[0], jnp.abs(logits_snt[0, :1]).repeat(4, 0)
 
     def merge(values, cotangents, tiling):
         return phase_2.forward(

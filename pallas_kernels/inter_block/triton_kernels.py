@@ -206,7 +206,7 @@ def outputs_kernel(
     # A launch may have no source that counts; then the one before has some.
     heaviest = tl.maximum(tl.max(logit, 2), -1e38)
     total = tl.sum(tl.exp(logit - heaviest[:, :, None]), 2)
-    log_sum = heaviest + tl.log(tl.maximum(total, 1e-38))
+    log_sum = heaviest + tl.log(tl.maximum(total, 1e-37))
     if carried_lse is not None:
         before = tl.load(carried_lse + s_offsets, mask=s_mask, other=0.0)
         larger = tl.maximum(before, log_sum)

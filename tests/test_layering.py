@@ -72,6 +72,13 @@ RULES = {
     "attnres_jax/modules": only("attnres_jax.modules", "attnres_jax.ops"),
     "attnres_jax/linen.py": only("attnres_jax.ops"),
     "attnres_jax/models": only("attnres_jax.models", "attnres_jax.modules", "attnres_jax.ops"),
+    "attnres_jax/parallel": only(
+        "attnres_jax.parallel", "attnres_jax.models", "attnres_jax.modules", "attnres_jax.ops"
+    ),
+    **{
+        f"attnres_jax/parallel/{name}.py": only("attnres_jax.parallel", never=("jax", "numpy"))
+        for name in ("partition", "schedules", "cross_stage", "tables", "errors")
+    },
     "attnres_jax": only(
         "attnres_jax", "pallas_kernels", never=(*HEAVY_PACKAGES, "numpy.testing", "pytest")
     ),

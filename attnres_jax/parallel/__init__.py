@@ -1,0 +1,1 @@
+"""Training over many devices: meshes, shardings, and the pipeline of block representations."""

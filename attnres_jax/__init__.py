@@ -14,9 +14,11 @@ from attnres_jax.modules import AttentionResidual as AttentionResidual
 from attnres_jax.modules import AttentionResidualStack as AttentionResidualStack
 from attnres_jax.ops import Bank as Bank
 from attnres_jax.ops import BlockState as BlockState
+from attnres_jax.ops import FinishedSources as FinishedSources
 from attnres_jax.ops import depth_attention as depth_attention
 from attnres_jax.ops import inter_block as inter_block
 from attnres_jax.ops import merge as merge
 from attnres_jax.ops import rms_norm as rms_norm
+from attnres_jax.ops import single_phase as single_phase
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import flax.linen as nn
 import jax
 
-from attnres_jax.ops import Bank, Sources, depth_attention
+from attnres_jax.ops import Bank, FinishedSources, Implementation, Sources, depth_attention
 from attnres_jax.ops.block import run_blocks
 
 _zeros, _ones = nn.initializers.zeros_init(), nn.initializers.ones_init()
@@ -19,17 +19,23 @@ class AttentionResidual(nn.Module):
 
     Attributes:
         eps: Added to the mean square of each source.
+        implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+            accelerator where they can, and else XLA.
     """
 
     eps: float = 1e-6
+    implementation: Implementation | None = None
 
     @nn.compact
     def __call__(self, sources: Sources) -> jax.Array:
         """Reads the sources; see `attnres_jax.depth_attention` for shapes and errors."""
-        values = sources.values if isinstance(sources, Bank) else sources[0]
+        known = isinstance(sources, (Bank, FinishedSources))
+        values = sources.values[0] if known else sources[0]
         query_d = self.param("query", _zeros, values.shape[-1:])
         gain_d = self.param("gain", _ones, values.shape[-1:])
-        return depth_attention(sources, query_d, gain_d, eps=self.eps)
+        return depth_attention(
+            sources, query_d, gain_d, eps=self.eps, implementation=self.implementation
+        )
 
 
 class AttentionResidualStack(nn.Module):
@@ -40,12 +46,15 @@ class AttentionResidualStack(nn.Module):
         block_size: Sub-layers in a block (S); 1 is Full. The last block may be shorter.
         reads_per_group: Reads whose first phase runs together; None means a whole block.
         eps: Added to the mean square of every source.
+        implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+            accelerator where they can, and else XLA.
     """
 
     sublayers: Sequence[Callable[[jax.Array], jax.Array]]
     block_size: int
     reads_per_group: int | None = None
     eps: float = 1e-6
+    implementation: Implementation | None = None
 
     @nn.compact
     def __call__(self, embedding: jax.Array) -> jax.Array:
@@ -59,5 +68,9 @@ class AttentionResidualStack(nn.Module):
             block_size=self.block_size,
             reads_per_group=self.reads_per_group,
             eps=self.eps,
+            implementation=self.implementation,
         )
-        return AttentionResidual(eps=self.eps, name="final_read")(sources)
+        final_read = AttentionResidual(
+            eps=self.eps, implementation=self.implementation, name="final_read"
+        )
+        return final_read(sources)

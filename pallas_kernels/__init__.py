@@ -1,4 +1,6 @@
 """Kernels for accelerators, below `attnres_jax.ops`: this package imports nothing of ours.
 
-There are none yet. Every operation runs through XLA.
+`inter_block` is phase 1, `merge` phase 2, and `single_phase` both at once for a read by itself. In
+each, `op.py` joins forward and backward, `mosaic_tpu.py` has the Pallas kernels for TPUs, and
+`tiling.py` chooses what fits in a chip's memory.
 """

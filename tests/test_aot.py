@@ -1,13 +1,13 @@
-"""The training gradient through the real TPU compiler, for chips that are not there.
+"""Kernels and training steps through the real TPU compiler, for chips that are not there.
 
-Needs the dependency group `aot`. Proves that the program compiles and what it contains; nothing is
-run or timed.
+Needs the dependency group `aot`. Proves that programs compile and what they contain; nothing is run
+or timed.
 """
 
 import importlib.util
 import json
 import os
-import re
+import pathlib
 import subprocess
 import sys
 
@@ -21,59 +21,77 @@ pytestmark = [
     ),
 ]
 
-# A process of its own, because libtpu reads its settings when JAX is imported.
-PROGRAM = """
-import json, sys
-import jax, jax.numpy as jnp, numpy as np
-from flax import nnx
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from attnres_jax import ModelConfig, TransformerLM
-
-topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-devices = np.array(topology.devices)[: int(sys.argv[1])]
-mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
-config = ModelConfig(
-    vocab_size=512, width=256, num_layers=3, num_heads=2, feed_forward_width=512,
-    block_size=2, compute_dtype="bfloat16", attention="splash",
-)
-graphdef, params = nnx.split(
-    nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0))), nnx.Param
-)
-
-def on_mesh(leaf, *spec):
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-def loss(params, tokens_bt):
-    return jnp.mean(jax.nn.log_softmax(nnx.merge(graphdef, params)(tokens_bt))[..., 0])
-
-tokens_bt = on_mesh(jax.ShapeDtypeStruct((4, 128), jnp.int32), "data")
-with jax.set_mesh(mesh):
-    compiled = jax.jit(jax.grad(loss)).lower(jax.tree.map(on_mesh, params), tokens_bt).compile()
-print("HLO" + json.dumps(compiled.as_text()))
-"""
+ROOT = pathlib.Path(__file__).parents[1]
+# Steps of four layers, so eight sub-layers, in two blocks of four. Phase 1 runs once a block, and
+# once more for the final read; phase 2 before every sub-layer but the first of each block.
+FORWARD = {"attnres_inter_block_forward": 3, "attnres_merge_forward": 6}
+BACKWARD = {"attnres_inter_block_backward": 3, "attnres_merge_backward": 6}
+# Recomputed in the backward pass: all of a block, and nothing of the final read.
+FORWARD_TWICE = {"attnres_inter_block_forward": 5, "attnres_merge_forward": 12}
+# Attention over time: forward, and backward to queries and to keys and values, in four layers.
+SPLASH = {"splash_mha_fwd": 4, "splash_mha_dkv": 4, "splash_mha_dq": 4}
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_training_gradient_compiles_for_tpus_with_splash_attention(num_devices):
+def rows_of(module, argument):
+    """What a module of `tests.aot` prints: a process of its own, as libtpu reads its settings when
+    it is loaded."""
     settings = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(num_devices)],
+        [sys.executable, "-m", f"tests.aot.{module}", argument],
         env=os.environ | settings,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("HLO")]
-    hlo = json.loads(line.removeprefix("HLO"))
-    # Forward, and backward with respect to queries and to keys and values, of three layers.
-    assert hlo.count('custom_call_target="tpu_custom_call"') >= 9
-    # The TPU compiler writes a stack without a concatenate, so what counts is that none exists.
-    stacked = rf"\[[2-9],{4 // num_devices},128,256\]"
-    assert not re.findall(stacked, hlo)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def step(**settings):
+    (row,) = rows_of("compile_step", json.dumps(settings))
+    return row
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_every_kernel_compiles(topology):
+    rows = rows_of("compile_kernels", topology)
+    assert len(rows) == 40
+    for row in rows:
+        assert "error" not in row, row
+        name = row["program"].split()[0].rstrip(",")
+        launches = 2 if "n=50" in row["program"] and name == "inter_block" else 1
+        expected = {f"attnres_{name}_{way}": launches for way in ("forward", "backward")}
+        assert row["kernels"] == expected, row
+
+
+def test_a_training_step_runs_the_named_kernels():
+    row = step(mesh={"data": 1}, implementation="mosaic_tpu")
+    assert row["kernels"] == FORWARD | BACKWARD | SPLASH
+    assert row["stacks"] == []
+
+
+def test_a_step_sharded_over_the_batch_finds_the_kernels_by_itself_and_gathers_nothing():
+    row = step(mesh={"data": 8}, implementation=None, remat="block")
+    assert row["kernels"] == FORWARD_TWICE | BACKWARD | SPLASH | {"splash_mha_fwd": 8}
+    assert row["stacks"] == [] and row["gathered"] == []
+
+
+def test_a_step_sharded_over_time_gathers_keys_and_values_only():
+    row = step(mesh={"data": 4, "sequence": 2}, implementation=None, attention="xla")
+    assert row["kernels"] == FORWARD | BACKWARD
+    assert row["stacks"] == [] and row["gathered"] == []
+
+
+def test_through_xla_no_kernel_is_found():
+    row = step(mesh={"data": 1}, implementation="xla")
+    assert row["kernels"] == SPLASH
+    assert row["stacks"] == []
+
+
+def test_the_check_finds_a_stack_of_sources():
+    assert step(stacking_read=True)["stacks"]

@@ -37,6 +37,7 @@ MAY_CHANGE = frozenset(
         "model.remat",
         "model.reads_per_group",
         "model.attention",
+        "model.implementation",
     }
 )
 """Settings that a resumed run may change: they alter neither shapes nor what is computed, except

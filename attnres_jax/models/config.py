@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from attnres_jax.ops.implementation import NAMES
+
 Residual = Literal["standard", "full", "block"]
 
 
@@ -55,6 +57,9 @@ class ModelConfig:
     attention: Literal["xla", "splash"] | None = None
     """What computes attention over time: XLA, or JAX's splash attention kernel on TPUs. None takes
     splash on a TPU where the context is a multiple of 128."""
+    implementation: Literal["xla", "mosaic_tpu", "triton_gpu"] | None = None
+    """What computes depth attention: XLA, Pallas kernels on TPUs or Triton kernels on GPUs. None
+    takes the kernels of the accelerator where they can, and else XLA."""
     float32_partial_sum: bool = False
     """Keep the open block's partial sum in float32: less rounding error, more memory traffic."""
     remat: Literal["none", "block", "full"] = "none"
@@ -112,6 +117,7 @@ _CHOICES = {
     "residual": ("standard", "full", "block"),
     "compute_dtype": ("float32", "bfloat16", "float16"),
     "attention": (None, "xla", "splash"),
+    "implementation": (None, *NAMES),
     "remat": ("none", "block", "full"),
 }
 

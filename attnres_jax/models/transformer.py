@@ -22,7 +22,7 @@ from attnres_jax.models.sublayers import (
     split_leading,
 )
 from attnres_jax.modules import Attention, AttentionResidual, FeedForward, ReadVectors, RMSNorm
-from attnres_jax.ops import inter_block, merge, rms_norm
+from attnres_jax.ops import FinishedSources, inter_block, merge, rms_norm
 from attnres_jax.ops.block import block_boundaries, join_weights
 
 
@@ -90,7 +90,11 @@ class TransformerLM(nnx.Module):
         )
         reads = c.residual != "standard"
         self.reads = ReadVectors(2 * c.num_layers, c.width) if reads else None
-        self.final_read = AttentionResidual(c.width, eps=c.norm_eps) if reads else None
+        self.final_read = (
+            AttentionResidual(c.width, eps=c.norm_eps, implementation=c.implementation)
+            if reads
+            else None
+        )
         self.final_norm = RMSNorm(c.width)
         if c.tie_embeddings:
             self.head_kernel = None
@@ -132,15 +136,15 @@ class TransformerLM(nnx.Module):
                 captured += ones
             captured.append((None, _mean_square(hidden_btd)))
         else:
-            sources = (hidden_btd,)
+            sources = FinishedSources((hidden_btd,))
             for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
                 run_block = partial(self._attention_residual_block, groups, capture)
-                block_sum, ones = self._recompute("block", run_block)(sources, parameters)
-                sources = (*sources, block_sum)
+                sources, block_sum, ones = self._recompute("block", run_block)(sources, parameters)
+                sources = sources.append(block_sum)
                 captured += ones
             hidden_btd, weights = self.final_read(sources, return_weights=True)
             captured.append((weights, _mean_square(hidden_btd)))
-            num_sources = len(sources)
+            num_sources = len(sources.values)
         logits_btv = self._head(self.final_norm(hidden_btd, eps=self._norm_eps(num_sources)))
         if not capture:
             return logits_btv
@@ -151,8 +155,8 @@ class TransformerLM(nnx.Module):
         }
 
     def _attention_residual_block(self, groups, capture, sources, parameters):
-        """Algorithm 1 of the paper for one block: returns its sum and what was captured."""
-        c, n = self.config, len(sources)
+        """Algorithm 1 of the paper for one block: the sources, its sum, and what was captured."""
+        c, n = self.config, len(sources.values)
         sum_dtype = jnp.float32 if c.float32_partial_sum else c.compute_dtype
 
         def sublayer(kind, carry, layer, read):
@@ -171,6 +175,7 @@ class TransformerLM(nnx.Module):
                     norm_gain_d=layer.norm_gain,
                     eps=c.norm_eps,
                     norm_eps=self._norm_eps(n + 1),
+                    implementation=c.implementation,
                     return_gate=True,
                 )
                 one = _capture(read, gate, partial_sum) if capture else None
@@ -180,8 +185,14 @@ class TransformerLM(nnx.Module):
         captured: list[Any] = []
         carry: Any = None
         for runs, (query_sd, gain_sd, layers_of_runs) in zip(groups, parameters, strict=True):
-            outputs, lse, weights_snbt = inter_block(
-                sources, query_sd, gain_sd, eps=c.norm_eps, return_weights=True
+            outputs, lse, weights_snbt, sources = inter_block(
+                sources,
+                query_sd,
+                gain_sd,
+                eps=c.norm_eps,
+                implementation=c.implementation,
+                return_weights=True,
+                return_sources=True,
             )
             weights = weights_snbt if capture else [None] * len(outputs)
             reads = list(map(_Read, outputs, lse, weights, query_sd, gain_sd))
@@ -191,7 +202,8 @@ class TransformerLM(nnx.Module):
                 carry, ones = run_sublayers(step, carry, run, layers, reads_of_run)
                 captured += ones
         partial_sum, update = carry
-        return (partial_sum + update.astype(sum_dtype)).astype(c.compute_dtype), captured
+        block_sum = (partial_sum + update.astype(sum_dtype)).astype(c.compute_dtype)
+        return sources, block_sum, captured
 
     def _standard_block(self, groups, capture, hidden_btd, parameters):
         """The same sub-layers around a plain residual stream."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from attnres_jax.ops import Sources, depth_attention
+from attnres_jax.ops import Implementation, Sources, depth_attention
 from attnres_jax.ops.block import run_blocks
 
 
@@ -25,11 +25,21 @@ class AttentionResidual(nnx.Module):
         Attention Residuals, arXiv:2603.15031, equations 2 to 4.
     """
 
-    def __init__(self, width: int, *, eps: float = 1e-6):
-        """Creates the read for sources of `width`, with `eps` added to their mean squares."""
+    def __init__(
+        self, width: int, *, eps: float = 1e-6, implementation: Implementation | None = None
+    ):
+        """Creates the read.
+
+        Args:
+            width: Width d of the sources.
+            eps: Added to their mean squares.
+            implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+                accelerator where they can, and else XLA.
+        """
         self.query = nnx.Param(jnp.zeros(width))
         self.gain = nnx.Param(jnp.ones(width))
         self.eps = eps
+        self.implementation = implementation
 
     @overload
     def __call__(self, sources: Sources) -> jax.Array: ...
@@ -44,7 +54,12 @@ class AttentionResidual(nnx.Module):
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Reads the sources; see `attnres_jax.depth_attention` for shapes and errors."""
         hidden, weights = depth_attention(
-            sources, self.query[...], self.gain[...], eps=self.eps, return_weights=True
+            sources,
+            self.query[...],
+            self.gain[...],
+            eps=self.eps,
+            implementation=self.implementation,
+            return_weights=True,
         )
         return (hidden, weights) if return_weights else hidden
 
@@ -87,6 +102,7 @@ class AttentionResidualStack(nnx.Module):
         block_size: int,
         reads_per_group: int | None = None,
         eps: float = 1e-6,
+        implementation: Implementation | None = None,
     ):
         """Creates the reads around the sub-layers.
 
@@ -98,13 +114,16 @@ class AttentionResidualStack(nnx.Module):
             reads_per_group: Reads whose first phase runs together, which bounds the live phase-1
                 outputs; None means a whole block.
             eps: Added to the mean square of every source.
+            implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+                accelerator where they can, and else XLA.
         """
         self.sublayers = nnx.List(sublayers)
         self.reads = ReadVectors(len(sublayers), width)
-        self.final_read = AttentionResidual(width, eps=eps)
+        self.final_read = AttentionResidual(width, eps=eps, implementation=implementation)
         self.block_size = block_size
         self.reads_per_group = reads_per_group
         self.eps = eps
+        self.implementation = implementation
 
     @overload
     def __call__(self, embedding: jax.Array) -> jax.Array: ...
@@ -139,6 +158,7 @@ class AttentionResidualStack(nnx.Module):
             block_size=self.block_size,
             reads_per_group=self.reads_per_group,
             eps=self.eps,
+            implementation=self.implementation,
         )
         hidden, final_weights = self.final_read(sources, return_weights=True)
         return (hidden, [*weights, final_weights]) if return_weights else hidden

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from attnres_jax.ops.implementation import Implementation
+from attnres_jax.ops.sources import FinishedSources
 from attnres_jax.ops.two_phase import inter_block, merge
 
 
@@ -35,7 +37,8 @@ def run_blocks(
     block_size: int,
     reads_per_group: int | None = None,
     eps: float = 1e-6,
-) -> tuple[tuple[jax.Array, ...], list[jax.Array]]:
+    implementation: Implementation | None = None,
+) -> tuple[FinishedSources, list[jax.Array]]:
     """Runs L sub-layers with Block Attention Residuals; block size 1 is Full.
 
     For each block: phase 1 reads the finished sources for all its sub-layers; each sub-layer but
@@ -49,6 +52,8 @@ def run_blocks(
         block_size: Sub-layers in a block (S).
         reads_per_group: Reads whose first phase runs together; None means a whole block.
         eps: Added to the mean square of every source.
+        implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+            accelerator where they can, and else XLA.
 
     Returns:
         The sources of the final read (the embedding and every block sum), and the depth weights of
@@ -60,14 +65,20 @@ def run_blocks(
     if reads_per_group is not None and reads_per_group < 1:
         raise ValueError(f"reads_per_group: a group needs at least one read, got {reads_per_group}")
     group_size = reads_per_group or block_size
-    sources, weights = (embedding,), []
+    sources, weights = FinishedSources((embedding,)), []
     for start, stop in block_boundaries(len(sublayers), block_size):
         partial_sum = update = jnp.zeros_like(embedding)
         for group in range(start, stop, group_size):
             reads = range(group, min(group + group_size, stop))
             query_sd, gain_sd = query_ld[group : reads.stop], gain_ld[group : reads.stop]
-            outputs, lse, weights_snbt = inter_block(
-                sources, query_sd, gain_sd, eps=eps, return_weights=True
+            outputs, lse, weights_snbt, sources = inter_block(
+                sources,
+                query_sd,
+                gain_sd,
+                eps=eps,
+                implementation=implementation,
+                return_weights=True,
+                return_sources=True,
             )
             for s, index in enumerate(reads):
                 hidden, read_weights = outputs[s], weights_snbt[s]
@@ -80,12 +91,13 @@ def run_blocks(
                         query_sd[s],
                         gain_sd[s],
                         eps=eps,
+                        implementation=implementation,
                         return_gate=True,
                     )
                     read_weights = join_weights(weights_snbt[s], gate)
                 update = sublayers[index](hidden)
                 weights.append(read_weights)
-        sources = (*sources, partial_sum + update)
+        sources = sources.append(partial_sum + update)
     return sources, weights
 
 

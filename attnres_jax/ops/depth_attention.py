@@ -17,14 +17,22 @@ mode, its transpose, recomputes everything else.
 """
 
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from attnres_jax.ops.implementation import Implementation, choose_implementation
 from attnres_jax.ops.rms_norm import inverse_rms
-from attnres_jax.ops.sources import Sources, as_rows, check_sources, check_vectors
+from attnres_jax.ops.sources import (
+    Bank,
+    FinishedSources,
+    Sources,
+    as_rows,
+    check_sources,
+    check_vectors,
+)
 
 STATISTICS_NAME = "depth_attention_statistics"
 """`checkpoint_name` of the scalars per token that the derivatives keep."""
@@ -34,7 +42,12 @@ OUTPUT_NAME = "depth_attention_output"
 
 @overload
 def depth_attention(
-    sources: Sources, query_d: jax.Array, gain_d: jax.Array, *, eps: float = ...
+    sources: Sources,
+    query_d: jax.Array,
+    gain_d: jax.Array,
+    *,
+    eps: float = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 
 
@@ -45,6 +58,7 @@ def depth_attention(
     gain_d: jax.Array,
     *,
     eps: float = ...,
+    implementation: Implementation | None = ...,
     return_weights: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -55,6 +69,7 @@ def depth_attention(
     gain_d: jax.Array,
     *,
     eps: float = 1e-6,
+    implementation: Implementation | None = None,
     return_weights: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Reads the sources once: `sum_i softmax_i(<w, RMSNorm(v_i)>) v_i`.
@@ -64,6 +79,8 @@ def depth_attention(
         query_d: Pseudo-query w, `[d]`.
         gain_d: Gain g of the key norm, `[d]`.
         eps: Added to the mean square of each source.
+        implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+            accelerator where they can, and else XLA. Kernels differentiate in reverse mode only.
         return_weights: Whether to return the depth weights too.
 
     Returns:
@@ -71,7 +88,7 @@ def depth_attention(
         also float32 weights `[n, ...]`, which sum to 1 over n (zero for unfilled rows of a bank).
 
     Raises:
-        ValueError: No source, or shapes or dtypes that do not fit.
+        ValueError: No source, shapes or dtypes that do not fit, or an implementation that cannot.
 
     References:
         Attention Residuals, arXiv:2603.15031, equations 2 to 4.
@@ -79,8 +96,47 @@ def depth_attention(
     values, count = check_sources(sources)
     check_vectors("query_d", query_d, values[0].shape[-1:])
     check_vectors("gain_d", gain_d, values[0].shape[-1:])
-    (output,), _, logits = attend(values, fold(query_d, gain_d)[None], count, eps)
-    return (output, depth_weights(logits, count)[0]) if return_weights else output
+    read = read_sources(sources, fold(query_d, gain_d)[None], eps, implementation)
+    (output,) = read.outputs
+    return (output, depth_weights(read.logits, count)[0]) if return_weights else output
+
+
+class Read(NamedTuple):
+    """What `read_sources` returns: see `attend`; and the sources, for the next read."""
+
+    outputs: tuple[jax.Array, ...]
+    lse: jax.Array
+    logits: jax.Array
+    sources: Sources
+
+
+def read_sources(
+    sources: Sources, folded_sd: jax.Array, eps: float, implementation: Implementation | None
+) -> Read:
+    """Reads checked sources with S queries, through XLA or kernels."""
+    values, count = check_sources(sources)
+
+    def reason_against(name: str) -> str | None:
+        from pallas_kernels.inter_block.op import unsupported
+
+        return unsupported(values, folded_sd.shape[0], name)
+
+    chosen = choose_implementation(implementation, reason_against)
+    if chosen == "xla":
+        outputs, lse, logits = attend(values, folded_sd, count, eps)
+        return Read(outputs, lse, logits, sources)
+    from pallas_kernels.inter_block.op import inter_block
+
+    known = sources.inverse_rms if isinstance(sources, FinishedSources) else None
+    read = inter_block(
+        values, folded_sd, eps=eps, implementation=chosen, count=count, inverse_rms=known
+    )
+    if isinstance(read.values, tuple):
+        following = FinishedSources(read.values, read.inverse_rms)
+    else:
+        assert count is not None
+        following = Bank(read.values, count)
+    return Read(read.outputs, read.lse, read.logits, following)
 
 
 def fold(query: jax.Array, gain: jax.Array) -> jax.Array:

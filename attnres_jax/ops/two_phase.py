@@ -11,7 +11,7 @@ source p the joint softmax is a gated interpolation, exact and free of overflow:
 """
 
 from functools import partial
-from typing import Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +20,22 @@ from jax.ad_checkpoint import checkpoint_name
 from attnres_jax.ops.depth_attention import (
     OUTPUT_NAME,
     STATISTICS_NAME,
-    attend,
     depth_weights,
     fold,
+    read_sources,
 )
+from attnres_jax.ops.implementation import Implementation, choose_implementation
 from attnres_jax.ops.rms_norm import inverse_rms
-from attnres_jax.ops.sources import Sources, check_sources, check_vectors
+from attnres_jax.ops.sources import (
+    Bank,
+    FinishedSources,
+    Sources,
+    check_sources,
+    check_vectors,
+)
 
 PARTIAL_SUM_NAME = "partial_sum"
 """`checkpoint_name` of the open block's partial sum after each sub-layer."""
-
-
-@overload
-def inter_block(
-    sources: Sources, query_sd: jax.Array, gain_sd: jax.Array, *, eps: float = ...
-) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
-
-
-@overload
-def inter_block(
-    sources: Sources,
-    query_sd: jax.Array,
-    gain_sd: jax.Array,
-    *,
-    eps: float = ...,
-    return_weights: Literal[True],
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]: ...
 
 
 def inter_block(
@@ -54,8 +44,10 @@ def inter_block(
     gain_sd: jax.Array,
     *,
     eps: float = 1e-6,
+    implementation: Implementation | None = None,
     return_weights: bool = False,
-) -> tuple[tuple[jax.Array, ...], jax.Array] | tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    return_sources: bool = False,
+) -> tuple[Any, ...]:
     """Phase 1: S reads of the finished sources, `o_s = sum_i softmax_i(<w_s, RMSNorm(v_i)>) v_i`.
 
     The gradient with respect to each source is summed over the S reads in float32 and rounded once.
@@ -65,14 +57,20 @@ def inter_block(
         query_sd: Pseudo-queries, `[s, d]`.
         gain_sd: Key-norm gains, `[s, d]`.
         eps: Added to the mean square of each source.
+        implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+            accelerator where they can, and else XLA. Kernels differentiate in reverse mode only.
         return_weights: Whether to return the depth weights too.
+        return_sources: Whether to return the sources too, for the next read.
 
     Returns:
         S outputs `[..., d]` in the dtype of the sources and their log-sum-exp, float32 `[s, ...]`;
-        with `return_weights` also float32 weights over the finished sources, `[s, n, ...]`.
+        with `return_weights` also float32 weights over the finished sources, `[s, n, ...]`; with
+        `return_sources` also the sources, as a `Bank` or `FinishedSources`. Reading those from then
+        on saves kernels memory traffic: see there.
 
     Raises:
-        ValueError: No source, no query, or shapes or dtypes that do not fit.
+        ValueError: No source, no query, shapes or dtypes that do not fit, or an implementation that
+            cannot compute this.
 
     References:
         Attention Residuals, arXiv:2603.15031, algorithm 1, phase 1 (there with an un-normalised
@@ -87,8 +85,12 @@ def inter_block(
     shape = (query_sd.shape[0], values[0].shape[-1])
     check_vectors("query_sd", query_sd, shape)
     check_vectors("gain_sd", gain_sd, shape)
-    outputs, lse, logits = attend(values, fold(query_sd, gain_sd), count, eps)
-    return (outputs, lse, depth_weights(logits, count)) if return_weights else (outputs, lse)
+    read = read_sources(sources, fold(query_sd, gain_sd), eps, implementation)
+    weights = (depth_weights(read.logits, count),) if return_weights else ()
+    following = read.sources
+    if not isinstance(following, (Bank, FinishedSources)):
+        following = FinishedSources(tuple(following))
+    return read.outputs, read.lse, *weights, *((following,) if return_sources else ())
 
 
 def merge(
@@ -102,6 +104,7 @@ def merge(
     norm_gain_d: jax.Array | None = None,
     eps: float = 1e-6,
     norm_eps: float | None = None,
+    implementation: Implementation | None = None,
     return_gate: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Phase 2: adds a sub-layer's output to the open block, reads it, and normalises the result.
@@ -122,6 +125,8 @@ def merge(
         norm_gain_d: Gain of the norm that follows the read, `[d]`; None skips that norm.
         eps: Added to the mean square of p.
         norm_eps: Added to the mean square of h; None means `eps`.
+        implementation: "xla", "mosaic_tpu" or "triton_gpu"; None takes the kernels of the
+            accelerator where they can, and else XLA. Kernels differentiate in reverse mode only.
         return_gate: Whether to return the depth weight of the partial sum too.
 
     Returns:
@@ -130,7 +135,8 @@ def merge(
         finished sources are phase 1's times one minus the gate.
 
     Raises:
-        ValueError: Neither partial sum nor update, or shapes that do not fit.
+        ValueError: Neither partial sum nor update, shapes that do not fit, or an implementation
+            that cannot compute this.
 
     References:
         Attention Residuals, arXiv:2603.15031, algorithm 1, phase 2.
@@ -155,16 +161,23 @@ def merge(
             check_vectors(name, vector, output.shape[-1:])
     if partial_sum is None:
         partial_sum, update = update, None
-    if partial_sum is None:
-        raise ValueError(
-            "merge: pass partial_sum, update or both; with neither, phase 1 is the read"
-        )
+    assert partial_sum is not None
     norm_gain = None if norm_gain_d is None else _f32(norm_gain_d)
-    summed, hidden, gate = _merge(
-        (output, lse, partial_sum, update, fold(query_d, gain_d), norm_gain),
-        eps,
-        eps if norm_eps is None else norm_eps,
-    )
+    norm_eps = eps if norm_eps is None else norm_eps
+    inputs = (output, lse, partial_sum, update, fold(query_d, gain_d), norm_gain)
+
+    def reason_against(name: str) -> str | None:
+        from pallas_kernels.merge.op import unsupported
+
+        return unsupported(output, partial_sum, name)
+
+    chosen = choose_implementation(implementation, reason_against)
+    if chosen == "xla":
+        summed, hidden, gate = _merge(inputs, eps, norm_eps)
+    else:
+        from pallas_kernels.merge import op
+
+        summed, hidden, gate = op.merge(*inputs, eps=eps, norm_eps=norm_eps, implementation=chosen)
     return (summed, hidden, gate) if return_gate else (summed, hidden)
 
 

@@ -77,7 +77,7 @@ def test_each_source_is_the_sum_of_its_block_and_the_embedding_is_by_itself(
             reads_per_group=reads_per_group,
         )[0]
 
-    first, *rest = map(np.asarray, sources_of(embedding))
+    first, *rest = map(np.asarray, sources_of(embedding).values)
     assert called == list(range(num_sublayers))
     assert (first == 0.5).all()
     assert [set_of_sublayers(source) for source in rest] == [
@@ -90,7 +90,7 @@ def test_full_keeps_the_raw_outputs_apart_and_in_order():
     embedding, sublayers = embedding_and_constants(4)
     vectors = jnp.zeros((4, 3)), jnp.ones((4, 3))
     sources, _ = run_blocks(embedding, sublayers, *vectors, block_size=1)
-    assert [float(source[0, 0, 0]) for source in sources] == [0.5, 1, 2, 4, 8]
+    assert [float(source[0, 0, 0]) for source in sources.values] == [0.5, 1, 2, 4, 8]
 
 
 def expected_source_counts(num_sublayers, block_size):

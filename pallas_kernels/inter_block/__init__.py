@@ -1,0 +1,1 @@
+"""Phase 1: S pseudo-queries read the finished sources, which are fetched from memory once."""

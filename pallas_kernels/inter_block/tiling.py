@@ -1,0 +1,126 @@
+"""Tiles of phase 1 on TPUs: how many tokens one step of the grid holds, by what fits in VMEM."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from pallas_kernels.chips import Chip
+
+LANES = 128
+GROUP = 8
+"""Tokens that share a matrix of weights: the rows of a register."""
+TOKENS = (256, 128, 64, 32, 16)
+"""Rows of one step, best first; fewer than 16 do not fill a register of 16-bit numbers."""
+MAX_SOURCES = 48
+"""Sources of one launch: more would not compile in reasonable time, and are chained instead."""
+CONTRACTED = 1152
+FINISHED = 512
+IN_FLIGHT = 100_000
+"""Numbers per token that the groups scheduled together may have in work."""
+SHARE = 0.85
+"""Share of VMEM that windows may take; the rest is for the compiler's own scratch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The shape of one grid step.
+
+    Attributes:
+        tokens: Rows of every source that a step holds: a multiple of 16 that divides 128, or a
+            multiple of 128.
+        contracted: Columns that a product over d takes at a time, a multiple of 128.
+        finished: Columns of the results that are computed at a time, a multiple of 128.
+        unroll: Groups of 8 tokens that are scheduled together.
+        vmem_bytes: What the kernel may use.
+        matrix_width: Rows and columns of the chip's matrix unit.
+    """
+
+    tokens: int
+    contracted: int
+    finished: int
+    unroll: int
+    vmem_bytes: int
+    matrix_width: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 16 or (128 % self.tokens and self.tokens % 128):
+            raise ValueError(
+                "tokens: expected 16, 32, 64 or a multiple of 128 rows in a grid step,"
+                f" got {self.tokens}"
+            )
+        for name in ("contracted", "finished"):
+            if getattr(self, name) < LANES or getattr(self, name) % LANES:
+                raise ValueError(
+                    f"{name}: expected a multiple of 128 columns, got {getattr(self, name)}"
+                )
+        if self.unroll < 1 or min(self.tokens, 128) // 8 % self.unroll:
+            raise ValueError(
+                f"unroll: expected a divisor of the {min(self.tokens, 128) // 8} groups of 8"
+                f" tokens, got {self.unroll}"
+            )
+
+
+def window_bytes(kind: Literal["forward", "backward"], tokens: int, shape: "Shape") -> int:
+    """Bytes of VMEM that the windows and scratch of one step take, each window held twice."""
+    n, s, itemsize = shape.n, shape.s, shape.itemsize
+    width, lanes = math.ceil(shape.d / LANES) * LANES, max(tokens, LANES)
+    if kind == "forward":
+        # Reads that are carried from one launch to the next are float32, in and out.
+        rows = itemsize * n + (8 if shape.carried else itemsize) * s
+        statistics = s * pad(n) + 2 * pad(s) + 2 * pad(n)
+        vectors = 4 * pad(3 * s) * width
+        scratch = n * pad(s) + n * min(tokens, LANES) + 3 * LANES
+    else:
+        rows = itemsize * (3 * n + s)
+        statistics = 2 * s * pad(n) + 2 * pad(s) + pad(n)
+        vectors = 4 * (pad(3 * s) + pad(s)) * width + 4 * GROUP * s * LANES
+        scratch = s * pad(3 * n + 2) + n * LANES * math.ceil(3 * s / LANES)
+    windows = rows * tokens * width + 4 * statistics * lanes + vectors
+    return 2 * windows + 4 * LANES * scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a launch works on: n sources, s reads, t tokens, width d, bytes of a number."""
+
+    n: int
+    s: int
+    t: int
+    d: int
+    itemsize: int
+    carried: bool = False
+
+
+def choose(kind: Literal["forward", "backward"], shape: Shape, chip: Chip) -> Tiling | None:
+    """Returns the tile for a shape on a chip, or None where not even the smallest one fits."""
+    if shape.n > MAX_SOURCES:
+        return None
+    vmem_bytes = int(chip.vmem_bytes * SHARE)
+    for tokens in TOKENS:
+        if tokens > max(LANES, shape.t) or (kind == "backward" and tokens > LANES):
+            continue
+        if window_bytes(kind, tokens, shape) > vmem_bytes:
+            continue
+        groups = min(tokens, LANES) // 8
+        # Enough results in flight to keep the matrix unit busy, and no more code than that.
+        unroll = max(k for k in (1, 2, 4, 8) if k == 1 or k * shape.s * shape.d <= IN_FLIGHT)
+        return Tiling(
+            tokens=tokens,
+            contracted=_divisor(shape.d, CONTRACTED),
+            finished=FINISHED,
+            unroll=min(unroll, groups if kind == "forward" else 2),
+            vmem_bytes=int(chip.vmem_bytes * 0.95),
+            matrix_width=chip.matrix_width,
+        )
+    return None
+
+
+def _divisor(d: int, most: int) -> int:
+    """The largest multiple of 128 up to `most` that divides the whole registers of d."""
+    registers = max(d // LANES, 1)
+    return LANES * max(k for k in range(1, most // LANES + 1) if registers % k == 0)
+
+
+def pad(rows: int) -> int:
+    """Returns the rows of whole registers that hold these."""
+    return -(-rows // 8) * 8

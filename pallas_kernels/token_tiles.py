@@ -1,0 +1,147 @@
+"""What kernels of a single read do with a tile of tokens: sums over d, and scalars of each token.
+
+Scalars of 128 tokens lie along the lanes of a register, where one instruction treats them all; to
+scale rows they are spread into columns, a token in each sublane.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.merge.tiling import LANES, SUBLANES
+
+_WIDTH = 256  # Elements of d taken at once: two registers wide, so that half precision packs fully.
+
+
+class Taker:
+    """Hands out the references of a kernel in order; None for those that a launch has not."""
+
+    def __init__(self, refs):
+        self.refs = iter(refs)
+
+    def __call__(self, present: bool = True) -> Any:
+        """Returns the next one, if it is `present`."""
+        return next(self.refs) if present else None
+
+
+def pieces(d: int) -> list[slice]:
+    """Slices along d; the last may be narrower."""
+    return [slice(first, min(first + _WIDTH, d)) for first in range(0, d, _WIDTH)]
+
+
+def whole(array: jax.Array) -> pl.BlockSpec:
+    """All of a matrix, in every step."""
+    return pl.BlockSpec(array.shape, lambda *_: (0, 0))
+
+
+def add_rounded(partial_sum: jax.Array, update: jax.Array) -> jax.Array:
+    """The sum of the two, rounded to the dtype of the first."""
+    if partial_sum.dtype == update.dtype:
+        return partial_sum + update
+    return (partial_sum.astype(jnp.float32) + update.astype(jnp.float32)).astype(partial_sum.dtype)
+
+
+def for_each(tokens: int, size: int):
+    """Runs the function below it for every `size` tokens of the tile, given their slice."""
+
+    def run(body):
+        def step(i, carry):
+            body(pl.ds(pl.multiple_of(i * size, size), size))
+            return carry
+
+        jax.lax.fori_loop(0, tokens // size, step, 0)
+
+    return run
+
+
+def groups_of(register, size: int) -> list:
+    """Slices of so many of the 128 tokens of `register`: few enough for registers to hold."""
+    return [pl.ds(register.start + first, size) for first in range(0, LANES, size)]
+
+
+def store_lane_sums(sums_ref, group, products: list[jax.Array]) -> None:
+    """Adds up arrays `[t, w]` lane by lane, with period 128, into `[t, 128]`."""
+    registers = [p[:, i : i + LANES] for p in products for i in range(0, p.shape[1], LANES)]
+    total = jnp.zeros((registers[0].shape[0], LANES), jnp.float32)
+    for register in registers:
+        if register.shape[1] == LANES:
+            total += register
+    sums_ref[group, :] = total
+    if registers[-1].shape[1] < LANES:
+        sums_ref[group, : registers[-1].shape[1]] += registers[-1]
+
+
+def add_lanes(sums_ref, group, along_d: slice, product: jax.Array) -> None:
+    """Adds `[t, w]` lane by lane, with period 128, to `[t, 128]`, which the first piece clears."""
+    if along_d.start == 0:
+        sums_ref[group, :] = jnp.zeros((product.shape[0], LANES), jnp.float32)
+    total = product[:, :LANES]
+    if product.shape[1] == 2 * LANES:
+        total += product[:, LANES:]
+    sums_ref[group, : total.shape[1]] += total
+    if LANES < product.shape[1] < 2 * LANES:
+        sums_ref[group, : product.shape[1] - LANES] += product[:, LANES:]
+
+
+def sum_lanes(sums: jax.Array) -> jax.Array:
+    """`[t, 128]` -> the sum over lanes, `[t, 1]`."""
+    return jnp.sum(sums, axis=1, keepdims=True)
+
+
+def as_row(column: jax.Array) -> jax.Array:
+    """`[t, 1]`, or the same in each of 128 lanes, -> `[1, t]`."""
+    token = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+    on_diagonal = token == jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+    rows = [
+        jnp.sum(jnp.where(on_diagonal, column[i : i + LANES], 0.0), axis=0, keepdims=True)
+        for i in range(0, column.shape[0], LANES)
+    ]
+    return jnp.concatenate(rows, axis=1)
+
+
+def as_columns(*scalars: jax.Array) -> jax.Array:
+    """Spreads k arrays `[1, t]` over 128 lanes each, a token in each sublane: `[t, k * 128]`.
+
+    A product with ones and zeros on the matrix unit, exact as the scalars are split before.
+    """
+    stacked = jnp.concatenate([bfloat16_parts(row) for row in scalars])
+    shape = (stacked.shape[0], len(scalars) * LANES)
+    of_part = jax.lax.broadcasted_iota(jnp.int32, shape, 0) // SUBLANES
+    of_lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // LANES
+    spread = jnp.where(of_part == of_lane, 1.0, 0.0).astype(jnp.bfloat16)
+    return dot_float32(stacked, spread, contract=(0, 0))
+
+
+def widen(column: jax.Array, like: jax.Array) -> jax.Array:
+    """`[t, 128]`, the same in every lane -> `[t, w]`, to multiply an array of that width."""
+    width = like.shape[1]
+    if width <= LANES:
+        return column[:, :width]
+    return jnp.concatenate([column, column[:, : width - LANES]], axis=1)
+
+
+def sum_sublanes(x: jax.Array) -> jax.Array:
+    """`[t, w]` -> `[8, w]`, adding every eighth token."""
+    total = x[:SUBLANES]
+    for first in range(SUBLANES, x.shape[0], SUBLANES):
+        total += x[first : first + SUBLANES]
+    return total
+
+
+def bfloat16_parts(row: jax.Array) -> jax.Array:
+    """float32 `[1, w]` -> `[8, w]`: three rows that add up to it, each exact in bfloat16; zeros."""
+    part = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, row.shape[1]), 0)
+    parts = jnp.zeros(part.shape, jnp.float32)
+    for i in range(3):
+        high = row.astype(jnp.bfloat16).astype(jnp.float32)
+        parts = jnp.where(part == i, high, parts)
+        row = row - high
+    return parts.astype(jnp.bfloat16)
+
+
+def dot_float32(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """A product on the matrix unit, summed in float32; exact for bfloat16 numbers."""
+    axes = (contract[:1], contract[1:])
+    return jax.lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)

@@ -100,7 +100,14 @@ def run_chunk(
     step = _make_step(program, chunk)
     for group, (query_sd, gain_sd) in zip(groups, vectors, strict=True):
         begins = _flag(partition.begins_block, chunk, group.start)
-        outputs, lse = inter_block(bank, query_sd, gain_sd, eps=config.norm_eps)
+        outputs, lse, bank = inter_block(
+            bank,
+            query_sd,
+            gain_sd,
+            eps=config.norm_eps,
+            implementation=config.implementation,
+            return_sources=True,
+        )
         lse_s = [
             # A block's first read has no partial sum: it is empty, and its gate is zero.
             _select(begins, jnp.full_like(lse[0], _NO_SHARE), lse[0]),
@@ -158,6 +165,7 @@ def _make_step(program: Program, chunk: jax.Array):
                 norm_gain_d=norm_gain,
                 eps=config.norm_eps,
                 norm_eps=eps,
+                implementation=config.implementation,
             )
         if config.retrofit:
             hidden = _scaled_norm(hidden, layer.norm_gain, read.num_sources, config.norm_eps)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from attnres_jax.models.config import ModelConfig
 from attnres_jax.models.sublayers import KINDS
 from attnres_jax.models.transformer import TransformerLM
-from attnres_jax.ops import depth_attention, rms_norm
+from attnres_jax.ops import Bank, depth_attention, rms_norm
 from attnres_jax.parallel import cross_stage, pipeline, schedules
 from attnres_jax.parallel.chunk import Program, run_chunk
 from attnres_jax.parallel.cross_stage import EXCHANGES, Payload
@@ -314,8 +314,14 @@ def _first_token(plan: Plan, rows: int) -> jax.Array | int:
 
 def _final_read(plan: Plan, params, values_nbtd: jax.Array) -> jax.Array:
     """The read after the last chunk."""
-    eps = plan.config.norm_eps
-    return depth_attention(tuple(values_nbtd), params["query"], params["gain"], eps=eps)
+    config = plan.config
+    return depth_attention(
+        Bank(values_nbtd, jnp.int32(len(values_nbtd))),
+        params["query"],
+        params["gain"],
+        eps=config.norm_eps,
+        implementation=config.implementation,
+    )
 
 
 def _spread_head_loss(plan: Plan, params, hidden_mbtd, targets_mbt, weights_mbt):

@@ -440,16 +440,6 @@ def test_every_held_out_token_is_predicted_once_from_its_predecessor(tmp_path, m
         assert set(np.unique(batch["weights"])) <= {0, 1}
 
 
-def test_shards_of_validation_make_up_the_whole(tmp_path):
-    documents = index(many(tmp_path / "a.jsonl"), "jsonl")
-    whole = validate(documents, batch_size=4)
-    parts = [validate(documents, batch_size=2, shard_index=i, shard_count=2) for i in range(2)]
-    assert [(p.tokens, p.bytes) for p in parts] == [(whole.tokens, whole.bytes)] * 2
-    for expected, *halves in zip(whole.batches, *(p.batches for p in parts), strict=True):
-        for name, array in expected.items():
-            np.testing.assert_array_equal(np.concatenate([h[name] for h in halves]), array)
-
-
 def test_bytes_are_those_of_the_text_with_subwords(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(train_tokenizer(["document xxxx é"] * 9, 280))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -98,8 +98,9 @@ def train_batches(
     """Gives endless batches {"tokens": int32 [batch_size, context + 1]}.
 
     The model reads `tokens[:, :-1]` and predicts `tokens[:, 1:]`. The state (`get_state`,
-    `set_state`; values that JSON has) belongs to the same documents, tokenizer and arguments, and to the same
-    `config.workers`. Call `close` on the iterator when done: it stops threads and processes.
+    `set_state`; values that JSON has) belongs to the same documents, tokenizer and arguments, and
+    to the same `config.workers`. Call `close` on the iterator when done: it stops threads and
+    processes.
 
     Args:
         documents: From `load_documents`.

@@ -61,8 +61,9 @@ def needed_streams(sharding: NamedSharding, batch_size: int, count: int) -> list
     """Numbers of the streams that have a sequence of a device of this process."""
     rows = batch_size // count
     numbers = set()
-    for (where,) in sharding.addressable_devices_indices_map((batch_size,)).values():
-        first, end, _ = where.indices(batch_size)
+    for where in sharding.addressable_devices_indices_map((batch_size,)).values():
+        assert where is not None
+        first, end, _ = where[0].indices(batch_size)
         numbers |= set(range(first // rows, -(-end // rows)))
     return sorted(numbers)
 

@@ -392,8 +392,8 @@ def test_shards_share_the_documents_out(documents):
     assert sorted(itertools.chain(*found)) == sorted(documents.text(i) for i in documents.train)
 
 
-def test_more_processes_than_documents_are_refused(documents):
-    with pytest.raises(DataError, match=r"training documents cannot be shared among 99 processes"):
+def test_more_shards_than_documents_are_refused(documents):
+    with pytest.raises(DataError, match=r"training documents cannot be shared among 99 shards"):
         batches(documents, shard_count=99)
 
 

@@ -27,14 +27,10 @@ SPLIT = {"mesh": MeshConfig(fsdp=2, sequence=2, tensor=2)}
 
 def config_of(folder, name, **changes):
     """Three layers in blocks of two sub-layers, so that four chunks are uneven."""
-    model = {"num_layers": 3, "block_size": 2, "vocab_size": 258, "tie_embeddings": False}
     defaults = {"steps": 3, "evaluate_every": 3, "checkpoint_every": 2, "optimizer__name": "muon"}
-    return tiny_config(
-        pathlib.Path(folder),
-        workdir=str(folder / name),
-        **{f"model__{key}": value for key, value in model.items()},
-        **defaults | changes,
-    )
+    model = {"num_layers": 3, "block_size": 2, "vocab_size": 258, "tie_embeddings": False}
+    defaults |= {f"model__{key}": value for key, value in model.items()}
+    return tiny_config(pathlib.Path(folder), workdir=str(folder / name), **defaults | changes)
 
 
 def leave_one_device(monkeypatch):

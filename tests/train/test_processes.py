@@ -11,9 +11,12 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests.train.test_mesh import assert_same_run, config_of, leave_one_device
+from tests.train.tiny_run import StandIn
 from train.checkpoint import Checkpoints
 from train.distributed import DistributedConfig
 from train.loop import prepare, train
@@ -23,11 +26,19 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Two streams of text: with data over the processes, each reads one of them.
-RUN = {"steps": 12, "evaluate_every": 12, "data__shards": 2}
+RUN = {
+    "steps": 12,
+    "evaluate_every": 12,
+    "data__shards": 2,
+    "optimizer__name": "adamw",
+    "model__num_layers": 2,
+}
 CONFIG = """
 import os, pathlib, signal, time
 from attnres_jax.parallel import MeshConfig, PipelineConfig
 from tests.train.test_mesh import config_of
+from tests.train.tiny_run import StandIn
+from train import setup
 from train.metrics import MetricsWriter
 import jax
 
@@ -44,15 +55,16 @@ def write_and_signal(self, step, values):
         time.sleep(0.3)  # JAX looks for a notice once a second.
 
 MetricsWriter.write = write_and_signal
+if {stand_in}:
+    setup.TransformerLM = lambda config, rngs: StandIn(vocab_size=config.vocab_size)
 """
 
 
-def launch(folder, name, number, mesh):
+def launch(folder, name, number, mesh, stand_in=False):
     """Starts both processes; the second gives itself a signal at step 5."""
     path = folder / f"{name}.py"
-    path.write_text(
-        CONFIG.format(folder=str(folder), name=name, run=RUN, mesh=mesh, number=number.name)
-    )
+    values = {"folder": str(folder), "name": name, "run": RUN, "stand_in": stand_in}
+    path.write_text(CONFIG.format(**values, mesh=mesh, number=number.name))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,13 +72,15 @@ def launch(folder, name, number, mesh):
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "train", f"--config={path}"]
-            + [f"--distributed.coordinator-address=127.0.0.1:{port}"]
-            + ["--distributed.num-processes=2", f"--distributed.process-id={index}"],
+            [
+                *(sys.executable, "-m", "train", f"--config={path}"),
+                f"--distributed.coordinator-address=127.0.0.1:{port}",
+                *("--distributed.num-processes=2", f"--distributed.process-id={index}"),
+            ],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -91,38 +105,68 @@ def losses(config):
     return {line["step"]: line["loss"] for line in read_metrics(config.workdir) if "loss" in line}
 
 
-def test_two_processes_train_what_one_does_save_and_go_on_in_one(tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        leave_one_device(patch)
-        single = config_of(tmp_path, "single", **RUN)
-        assert train(prepare(single), "x") == 0
-    expected = losses(single)
+@pytest.fixture
+def compiled_once(tmp_path):
+    """Runs of this process on one device find the programs of those before."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
-    # Stages on different processes; one dies, and then the other is killed.
-    mesh = "mesh=MeshConfig(stage=2, data=2, tensor=2), pipeline=PipelineConfig(virtual_stages=2)"
-    processes = launch(tmp_path, "killed", signal.SIGKILL, mesh)
-    processes[1].wait(timeout=100)
+
+def check_resumed(config, single):
+    """What was recorded before the end and after going on here is that of the run on one device."""
+    before, expected = losses(config), losses(single)
+    assert max(before) < 12
+    assert before == pytest.approx({step: expected[step] for step in before}, rel=1e-5)
+    assert train(prepare(config), "x") == 0
+    assert_same_run(single, config)
+
+
+def test_a_pipeline_over_two_processes_is_killed_and_goes_on_in_one(
+    tmp_path, monkeypatch, compiled_once
+):
+    processes = launch(
+        tmp_path,
+        "killed",
+        signal.SIGKILL,
+        "mesh=MeshConfig(stage=2, data=4), pipeline=PipelineConfig(virtual_stages=2)",
+    )
+    leave_one_device(monkeypatch)
+    single = config_of(tmp_path, "single", **RUN)
+    assert train(prepare(single), "x") == 0
+    processes[1].wait(timeout=200)
     processes[0].kill()
     codes, outputs = finish(processes)
     assert codes == [-signal.SIGKILL] * 2, outputs
-    assert "(stage=2, data=2, tensor=2, 2 processes)" in outputs[0]
+    assert "(stage=2, data=4, 2 processes)" in outputs[0]
     assert "step" not in outputs[1]
+    check_resumed(config_of(tmp_path, "killed", **RUN), single)
 
-    # Replicas on different processes; the second is told that it will be preempted.
-    mesh = "mesh=MeshConfig(data=4, tensor=2)"
-    codes, outputs = finish(launch(tmp_path, "preempted", signal.SIGTERM, mesh))
+
+def test_a_preemption_notice_for_one_process_saves_and_ends_both(tmp_path, monkeypatch):
+    """Replicas on both processes, around a model that compiles at once."""
+    processes = launch(tmp_path, "preempted", signal.SIGTERM, "mesh=MeshConfig(data=8)", True)
+    leave_one_device(monkeypatch)
+    monkeypatch.setattr(
+        "train.setup.TransformerLM", lambda config, rngs: StandIn(vocab_size=config.vocab_size)
+    )
+    single = config_of(tmp_path, "single", **RUN)
+    assert train(prepare(single), "x") == 0
+    codes, outputs = finish(processes)
     assert codes == [128 + signal.SIGTERM] * 2, outputs
-
-    for name in ("killed", "preempted"):
-        config = config_of(tmp_path, name, **RUN)
-        saved = Checkpoints(config.workdir, read_only=True).steps()[0]
-        before = losses(config)
-        assert saved < 12 and max(before) < 12
-        assert before == pytest.approx({step: expected[step] for step in before}, rel=1e-5)
-        if name == "preempted":
-            assert saved == max(before) > 5
-        assert train(prepare(config), "x") == 0
-        assert_same_run(single, config)
+    config = config_of(tmp_path, "preempted", **RUN)
+    (saved, *_) = Checkpoints(config.workdir, read_only=True).steps()
+    assert saved == max(losses(config)) > 5
+    check_resumed(config, single)
 
 
 @pytest.mark.parametrize(

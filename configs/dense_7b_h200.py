@@ -1,6 +1,6 @@
 """A dense 7B Block AttnRes model on 64 NVIDIA H200s, eight in a node.
 
-    python -m train --config=configs/dense_7b_h200.py
+python -m train --config=configs/dense_7b_h200.py
 """
 
 from attnres_jax.parallel import MeshConfig, PipelineConfig

@@ -1,6 +1,6 @@
 """A dense 7B Block AttnRes model on a TPU v5p slice of 4x4x4 chips.
 
-    python -m train --config=configs/dense_7b_v5p.py
+python -m train --config=configs/dense_7b_v5p.py
 """
 
 from attnres_jax.parallel import MeshConfig, PipelineConfig

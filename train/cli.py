@@ -86,7 +86,22 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         ValueError: There is no usable config file, or a setting is refused.
         SystemExit: Help was asked for.
     """
-    prog = "python -m train"
+    return parse_run(CommandLine, arguments, prog="python -m train")
+
+
+def parse_run(command_line: Any, arguments: Sequence[str], *, prog: str, **required: Any) -> Any:
+    """The same for any command line that has a config file and overrides the run in it.
+
+    Args:
+        command_line: A dataclass with fields `config` and `run`.
+        arguments: Words of the command line.
+        prog: What to call it in help texts.
+        **required: Its other fields that have no default.
+
+    Raises:
+        ValueError: There is no usable config file, or a setting is refused.
+        SystemExit: Help was asked for.
+    """
     # The file gives the defaults of every other option, so its name has to be known first.
     option, _ = read_arguments(
         _ConfigOption, arguments, prog=prog, add_help=False, return_unknown_args=True
@@ -99,9 +114,9 @@ def parse(arguments: Sequence[str]) -> CommandLine:
             raise ValueError(
                 f"--config=configs/NAME.py is missing{hint}; --help lists every setting"
             )
-        return read_arguments(CommandLine, arguments, prog=prog)
-    default = CommandLine(config=option.config, run=load_config(option.config))
-    return read_arguments(CommandLine, arguments, default=default, prog=prog)
+        return read_arguments(command_line, arguments, prog=prog)
+    default = command_line(config=option.config, run=load_config(option.config), **required)
+    return read_arguments(command_line, arguments, default=default, prog=prog)
 
 
 def load_config(path: pathlib.Path) -> Config:

@@ -10,16 +10,11 @@ which sub-layers, and what each hop carries.
 """
 
 from attnres_jax.parallel.collectives import Collective as Collective
-from attnres_jax.parallel.collectives import of_hlo as collectives_of_hlo
-from attnres_jax.parallel.collectives import of_jaxpr as collectives_of_jaxpr
+from attnres_jax.parallel.collectives import collectives_of_hlo as collectives_of_hlo
+from attnres_jax.parallel.collectives import collectives_of_jaxpr as collectives_of_jaxpr
 from attnres_jax.parallel.collectives import total_bytes as total_bytes
 from attnres_jax.parallel.cross_stage import Payload as Payload
-from attnres_jax.parallel.language_model import PipelineConfig as PipelineConfig
-from attnres_jax.parallel.language_model import Plan as Plan
-from attnres_jax.parallel.language_model import abstract_params as abstract_params
 from attnres_jax.parallel.language_model import make_loss as make_loss
-from attnres_jax.parallel.language_model import make_plan as make_plan
-from attnres_jax.parallel.language_model import new_params as new_params
 from attnres_jax.parallel.layout import to_layer_order as to_layer_order
 from attnres_jax.parallel.layout import to_pipeline as to_pipeline
 from attnres_jax.parallel.mesh import AXES as AXES
@@ -28,6 +23,11 @@ from attnres_jax.parallel.mesh import MeshConfig as MeshConfig
 from attnres_jax.parallel.mesh import make_mesh as make_mesh
 from attnres_jax.parallel.partition import Partition as Partition
 from attnres_jax.parallel.pipeline import EXECUTORS as EXECUTORS
+from attnres_jax.parallel.plan import PipelineConfig as PipelineConfig
+from attnres_jax.parallel.plan import Plan as Plan
+from attnres_jax.parallel.plan import abstract_params as abstract_params
+from attnres_jax.parallel.plan import make_plan as make_plan
+from attnres_jax.parallel.plan import new_params as new_params
 from attnres_jax.parallel.schedules import Schedule as Schedule
 from attnres_jax.parallel.sharding import RULES as RULES
 from attnres_jax.parallel.sharding import axis_letters as axis_letters

@@ -8,50 +8,27 @@ the same places, the groups are those blocks and nothing is decided at run time.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax.models.config import ModelConfig
-from attnres_jax.models.sublayers import KINDS, Run, run_sublayers, split_into_runs, split_leading
+from attnres_jax.models.sublayers import Run, split_leading
 from attnres_jax.ops import Bank, inter_block, merge, rms_norm
+from attnres_jax.parallel.layers import (
+    Program,
+    apply_layer,
+    at_chunk,
+    run_layers,
+    select,
+    split_layers,
+)
 from attnres_jax.parallel.partition import Partition
 
 _NO_SHARE = float(np.finfo(np.float32).max)
 """A log-sum-exp beside which the partial sum's gate is exactly zero."""
-
-
-class Program(NamedTuple):
-    """What `run_chunk` knows when it is traced.
-
-    Attributes:
-        config: Block size, numerics and rematerialisation.
-        partition: Which chunk has which sub-layers and blocks.
-        apply: `(kind, parameters of one sub-layer, normalised [b, t, d]) -> [b, t, d]`.
-        communicates: Whether `apply` does, and so must run on all devices or none.
-    """
-
-    config: ModelConfig
-    partition: Partition
-    apply: Callable[[str, Any, jax.Array], jax.Array]
-    communicates: bool = False
-
-    @property
-    def sum_dtype(self) -> Any:
-        """Dtype of the open block's partial sum."""
-        return jnp.dtype(
-            "float32" if self.config.float32_partial_sum else self.config.compute_dtype
-        )
-
-
-class _Layer(NamedTuple):
-    """Parameters of one sub-layer, or of several stacked."""
-
-    norm_gain: jax.Array
-    state: Any
 
 
 class _Read(NamedTuple):
@@ -86,9 +63,13 @@ def run_chunk(
     Returns:
         The sums of the blocks that the chunk finished, `[n, b, t, d]` with n the most of any chunk,
         of no meaning beyond its own; and the partial sum after the chunk, None if none was given.
+        Of a standard residual stream, the stream after the chunk, `[1, b, t, d]`, and None.
     """
     config, partition = program.config, program.partition
-    count = at_chunk(partition.sources_before[:-1], chunk)
+    count = at_chunk(partition.sources_before, chunk)
+    if partition.block_size is None:
+        residual = jax.lax.dynamic_index_in_dim(values, count - 1, keepdims=False)
+        return _run_standard(program, params, residual, chunk)[None], None
     bank = Bank(values, count)
     total = partial_sum
     if total is None:
@@ -96,7 +77,8 @@ def run_chunk(
     groups = _groups(partition, config.reads_per_group)
     sizes = [group.stop - group.start for group in groups]
     vectors = split_leading((params["reads"]["query"], params["reads"]["gain"]), sizes)
-    layers = iter(_split_layers(params, groups, partition, chunk))
+    runs = [run for group in groups for run in _runs(group)]
+    layers = iter(split_layers(program, params, runs, chunk))
     step = _make_step(program, chunk)
     for group, (query_sd, gain_sd) in zip(groups, vectors, strict=True):
         begins = _flag(partition.begins_block, chunk, group.start)
@@ -110,7 +92,7 @@ def run_chunk(
         )
         lse_s = [
             # A block's first read has no partial sum: it is empty, and its gate is zero.
-            _select(begins, jnp.full_like(lse[0], _NO_SHARE), lse[0]),
+            select(begins, jnp.full_like(lse[0], _NO_SHARE), lse[0]),
             *lse[1:],
         ]
         num_sources = [bank.count + jnp.where(begins, 0, 1)] + (len(outputs) - 1) * [bank.count + 1]
@@ -118,12 +100,12 @@ def run_chunk(
             jnp.asarray(_flag(partition.is_used, chunk, i)) for i in range(group.start, group.stop)
         ]
         reads = list(map(_Read, outputs, lse_s, query_sd, gain_sd, num_sources, is_used))
-        total = _select(begins, jnp.zeros_like(total), total)
+        total = select(begins, jnp.zeros_like(total), total)
         carry: Any = None if begins is True else (total, None)
         for run in _runs(group):
             offset = run.start - group.start
             reads_of_run = reads[offset : offset + run.stop - run.start]
-            carry = _run(step, carry, run, next(layers), reads_of_run)
+            carry = run_layers(step, carry, run, next(layers), reads_of_run)
         total = carry[0] + carry[1].astype(program.sum_dtype)
         bank = _append(bank, total, _flag(partition.ends_block, chunk, group.stop - 1))
     # Rows one by one: a slice past the end of the bank would start earlier instead.
@@ -132,16 +114,24 @@ def run_chunk(
     return new, None if partial_sum is None else total
 
 
-def at_chunk(numbers: Sequence[Any], chunk: jax.Array) -> jax.Array:
-    """Looks up the chunk's own entry of a table with one for each chunk."""
-    return jnp.asarray(np.asarray(numbers))[chunk]
+def _run_standard(program: Program, params, residual_btd, chunk):
+    """The same sub-layers around a plain residual stream."""
+    config, partition = program.config, program.partition
+
+    def sublayer(kind, residual_btd, layer, is_used):
+        normed_btd = rms_norm(residual_btd, layer.norm_gain, eps=config.norm_eps)
+        update = apply_layer(program, kind, chunk, layer.state, normed_btd)
+        return residual_btd + jnp.where(is_used, update, jnp.zeros_like(update)), None
+
+    everything = Run(0, partition.num_slots)
+    (layers,) = split_layers(program, params, [everything], chunk)
+    is_used = [jnp.asarray(_flag(partition.is_used, chunk, i)) for i in range(everything.stop)]
+    step = _rematerialise(program, sublayer)
+    return run_layers(step, residual_btd, everything, layers, is_used)
 
 
 def _make_step(program: Program, chunk: jax.Array):
-    """`(kind, carry, layer, read) -> (carry, None)` for one sub-layer, as `run_sublayers` wants.
-
-    A kind is a name, or two of which the chunk has either.
-    """
+    """What `run_layers` folds over the sub-layers of a group."""
     config, sum_dtype = program.config, program.sum_dtype
 
     def sublayer(kind, carry, layer, read):
@@ -169,66 +159,23 @@ def _make_step(program: Program, chunk: jax.Array):
             )
         if config.retrofit:
             hidden = _scaled_norm(hidden, layer.norm_gain, read.num_sources, config.norm_eps)
-        if isinstance(kind, str):
-            update = program.apply(kind, layer.state, hidden)
-        else:
-            update = _apply_either(program, kind, chunk, layer.state, hidden)
+        update = apply_layer(program, kind, chunk, layer.state, hidden)
         return (total, jnp.where(read.is_used, update, jnp.zeros_like(update))), None
 
-    return jax.checkpoint(sublayer, static_argnums=(0,)) if config.remat == "full" else sublayer
+    return _rematerialise(program, sublayer)
+
+
+def _rematerialise(program: Program, sublayer):
+    # A pipeline runs each chunk again, whatever the setting, as remat="block" does a block.
+    if program.config.remat != "full":
+        return sublayer
+    return jax.checkpoint(sublayer, static_argnums=(0,))
 
 
 def _scaled_norm(hidden, gain_d, num_sources, eps):
     """RMSNorm with `eps / n**2`, for a traced n: that of n times the read with `eps`."""
     scaled = hidden.astype(jnp.float32) * num_sources.astype(jnp.float32)
     return rms_norm(scaled, gain_d, eps=eps).astype(hidden.dtype)
-
-
-def _apply_either(program, kinds, chunk, states, hidden):
-    """Runs the first kind where the chunk starts on an even sub-layer, else the second."""
-    branches = [
-        lambda hidden, kind=kind, state=state: program.apply(kind, state, hidden)
-        for kind, state in zip(kinds, states, strict=True)
-    ]
-    is_odd = _starts_odd(program.partition, chunk)
-    if program.communicates:
-        return jnp.where(is_odd, branches[1](hidden), branches[0](hidden))
-    return jax.lax.cond(is_odd, branches[1], branches[0], hidden)
-
-
-def _run(step, carry, run: Run, layers, reads):
-    """Folds `step` over consecutive sub-layers, scanned where their kinds are static."""
-    if isinstance(layers, dict):
-        return run_sublayers(step, carry, run, layers, reads)[0]
-    for (kinds, layer), read in zip(layers, reads, strict=True):
-        carry, _ = step(kinds, carry, layer, read)
-    return carry
-
-
-def _split_layers(params, groups: list[Run], partition: Partition, chunk) -> list[Any]:
-    """For each run the layers of each kind, stacked; or one by one where kinds are not static."""
-    stacked = {kind: _Layer(params[f"{kind}_norm"]["gain"], params[kind]) for kind in KINDS}
-    runs = [run for group in groups for run in _runs(group)]
-    if not _has_odd_start(partition):
-        return split_into_runs(stacked, runs)
-    # Both kinds alternate from either start, so that slot i is the (i // 2)-th of its kind.
-    layers = []
-    for slot in range(partition.num_slots):
-        kinds = KINDS[slot % 2], KINDS[(slot + 1) % 2]
-        even, odd = (
-            jax.tree.map(lambda leaf, slot=slot: leaf[slot // 2], stacked[kind]) for kind in kinds
-        )
-        norm_gain = _select(_starts_odd(partition, chunk), odd.norm_gain, even.norm_gain)
-        layers.append((kinds, _Layer(norm_gain, (even.state, odd.state))))
-    return [layers[run.start : run.stop] for run in runs]
-
-
-def _has_odd_start(partition: Partition) -> bool:
-    return any(start % len(KINDS) for start in partition.boundaries[:-1])
-
-
-def _starts_odd(partition: Partition, chunk: jax.Array) -> jax.Array:
-    return at_chunk([start % len(KINDS) == 1 for start in partition.boundaries[:-1]], chunk)
 
 
 def _groups(partition: Partition, reads_per_group: int | None) -> list[Run]:
@@ -254,12 +201,6 @@ def _flag(table: Sequence[Sequence[bool]], chunk: jax.Array, slot: int) -> bool 
     """A chunk's entry for a slot: a python bool where all chunks agree."""
     column = [flags[slot] for flags in table]
     return column[0] if len(set(column)) == 1 else at_chunk(column, chunk)
-
-
-def _select(flag: bool | jax.Array, if_true: jax.Array, if_false: jax.Array) -> jax.Array:
-    if isinstance(flag, bool):
-        return if_true if flag else if_false
-    return jnp.where(flag, if_true, if_false)
 
 
 def _append(bank: Bank, total: jax.Array, ends: bool | jax.Array) -> Bank:

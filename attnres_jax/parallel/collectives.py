@@ -54,7 +54,7 @@ class Collective:
         return self.count * math.prod(self.shape) * _bytes_of(self.dtype)
 
 
-def of_jaxpr(jaxpr: Any) -> list[Collective]:
+def collectives_of_jaxpr(jaxpr: Any) -> list[Collective]:
     """Lists the collectives of a jaxpr such as `jax.make_jaxpr(step)(...)` returns.
 
     Loops count as often as they run, every branch of a conditional once.
@@ -111,7 +111,7 @@ _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _TYPE = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
 
 
-def of_hlo(text: str) -> list[Collective]:
+def collectives_of_hlo(text: str) -> list[Collective]:
     """Lists the collectives of a compiled program, `compiled.as_text()`.
 
     Raises:

@@ -8,7 +8,8 @@ is the K most recent sources, K the most that any hop needs. For C = P V chunks 
 
     K = (P - 1) N_p + 1  cached,        K = C N_p + 1  naive.
 
-Where a chunk starts inside a block, the open block's partial sum goes along as one entry more.
+Where a chunk starts inside a block, the open block's partial sum goes along as one entry more. A
+standard residual stream is a window of one source, whatever the exchange.
 
 References:
     Attention Residuals, arXiv:2603.15031, section 4.1, equations 7 and 8, figure 3.
@@ -131,7 +132,9 @@ def payload(partition: Partition, exchange: str = "cached") -> Payload:
     """
     check_choice("exchange", exchange, EXCHANGES)
     needed = [hop.new for hop in _hops(partition, window=0)]
-    window = partition.num_sources if exchange == "naive" else max([1, *needed])
+    window = max([1, *needed])
+    if exchange == "naive" and partition.block_size is not None:
+        window = partition.num_sources
     return Payload(
         window=window,
         finished=max(partition.blocks_finished),
@@ -146,13 +149,19 @@ def hops(partition: Partition, exchange: str = "cached") -> list[Hop]:
 
 
 def _hops(partition: Partition, window: int) -> list[Hop]:
-    before, stages = partition.sources_before, partition.stages
+    before, after, stages = partition.sources_before, partition.sources_after, partition.stages
+
+    def has(c: int) -> int:
+        if partition.block_size is None:  # The stream itself has changed since.
+            return before[c] - 1
+        # All that its previous chunk read and all that it finished; nothing before its first.
+        return after[c - stages] if c >= stages else 0
+
     return [
         Hop(
             to_chunk=c,
             to_stage=c % stages,
-            # All that its previous chunk read and all that it finished; nothing before its first.
-            has=before[c - stages + 1] if c >= stages else 0,
+            has=has(c),
             needs=before[c],
             carried=(before[c] - window, before[c]),
             carries_open_block=partition.is_open[c],

@@ -20,7 +20,8 @@ class Partition:
 
     Attributes:
         num_sublayers: L.
-        block_size: Sub-layers in a block (S); the last block may be short.
+        block_size: Sub-layers in a block (S); the last block may be short. None is the standard
+            residual, whose one source is the stream itself.
         stages: P.
         virtual_stages: Chunks of each stage (V).
         unit: Sub-layers that are kept together where possible.
@@ -30,7 +31,7 @@ class Partition:
     """
 
     num_sublayers: int
-    block_size: int
+    block_size: int | None
     stages: int
     virtual_stages: int = 1
     unit: int = 2
@@ -39,6 +40,8 @@ class Partition:
         """Checks that every chunk gets a sub-layer."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name == "block_size":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(
                     f"{field.name}: expected a whole number of at least 1, got {value!r}"
@@ -71,7 +74,7 @@ class Partition:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sub-layers of each chunk."""
-        return _differences(self.boundaries)
+        return tuple(b - a for a, b in itertools.pairwise(self.boundaries))
 
     @property
     def num_slots(self) -> int:
@@ -80,23 +83,38 @@ class Partition:
 
     @property
     def sources_before(self) -> tuple[int, ...]:
-        """Sources finished before each chunk, the embedding among them; last, those at the end."""
-        before = [1 + start // self.block_size for start in self.boundaries[:-1]]
-        return (*before, 1 - (-self.num_sublayers // self.block_size))
+        """Sources finished before each chunk, the embedding among them.
+
+        A standard residual stream is counted anew on each stage: what enters the stage's first
+        chunk is source 1, and so on.
+        """
+        if self.block_size is None:
+            return tuple(1 + c // self.stages for c in range(self.num_chunks))
+        return tuple(1 + start // self.block_size for start in self.boundaries[:-1])
+
+    @property
+    def sources_after(self) -> tuple[int, ...]:
+        """Sources finished after each chunk."""
+        if self.block_size is None:
+            return tuple(before + 1 for before in self.sources_before)
+        return (*self.sources_before[1:], 1 - (-self.num_sublayers // self.block_size))
 
     @property
     def num_sources(self) -> int:
         """Sources of the final read."""
-        return self.sources_before[-1]
+        return self.sources_after[-1]
 
     @property
     def blocks_finished(self) -> tuple[int, ...]:
         """Blocks that end within each chunk."""
-        return _differences(self.sources_before)
+        pairs = zip(self.sources_before, self.sources_after, strict=True)
+        return tuple(after - before for before, after in pairs)
 
     @property
     def is_open(self) -> tuple[bool, ...]:
         """Whether each chunk starts inside a block, whose partial sum then comes along."""
+        if self.block_size is None:
+            return (False,) * self.num_chunks
         return tuple(start % self.block_size != 0 for start in self.boundaries[:-1])
 
     @property
@@ -107,15 +125,18 @@ class Partition:
     @property
     def begins_block(self) -> tuple[tuple[bool, ...], ...]:
         """For each chunk and slot: whether its sub-layer is the first of a block."""
-        return self._flags(lambda sublayer: sublayer % self.block_size == 0)
+        size = self._sublayers_in_block
+        return self._flags(lambda sublayer: sublayer % size == 0)
 
     @property
     def ends_block(self) -> tuple[tuple[bool, ...], ...]:
         """For each chunk and slot: whether its sub-layer is the last of a block."""
-        end = self.num_sublayers
-        return self._flags(
-            lambda sublayer: (sublayer + 1) % self.block_size == 0 or sublayer + 1 == end
-        )
+        size, end = self._sublayers_in_block, self.num_sublayers
+        return self._flags(lambda sublayer: (sublayer + 1) % size == 0 or sublayer + 1 == end)
+
+    @property
+    def _sublayers_in_block(self) -> int:
+        return self.num_sublayers if self.block_size is None else self.block_size
 
     def _flags(self, is_so) -> tuple[tuple[bool, ...], ...]:
         return tuple(
@@ -139,14 +160,10 @@ class Partition:
                 zip(
                     self.boundaries[:-1],
                     self.sizes,
-                    self.sources_before[:-1],
+                    self.sources_before,
                     self.is_open,
                     self.blocks_finished,
                     strict=True,
                 )
             )
         ]
-
-
-def _differences(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in itertools.pairwise(numbers))

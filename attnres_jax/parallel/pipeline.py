@@ -23,16 +23,18 @@ from attnres_jax.parallel.ring import (
     STAGE,
     Params,
     Pipeline,
-    backward_tick,
     empty_cache,
-    empty_gradients,
     empty_hop,
-    forward_tick,
     place_of,
     read_rows,
+    write_rows,
+)
+from attnres_jax.parallel.ticks import (
+    backward_tick,
+    empty_gradients,
+    forward_tick,
     run_forward,
     whole_chunk,
-    write_rows,
 )
 
 EXECUTORS = ("autodiff", "two_scan", "one_f_one_b")

@@ -7,19 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from attnres_jax import ModelConfig
-from attnres_jax.parallel import collectives
-from attnres_jax.parallel.language_model import (
+from attnres_jax.parallel import (
+    AXES,
+    MeshConfig,
     PipelineConfig,
     abstract_params,
+    collectives_of_hlo,
+    collectives_of_jaxpr,
     make_loss,
+    make_mesh,
     make_plan,
+    parameter_shardings,
+    to_layer_order,
+    to_pipeline,
+    total_bytes,
 )
-from attnres_jax.parallel.layout import to_layer_order, to_pipeline
-from attnres_jax.parallel.mesh import AXES, MeshConfig, make_mesh
-from attnres_jax.parallel.sharding import parameter_shardings
 from tests.models import programs, reference
+from tests.pallas_kernels.programs import count_launches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -81,10 +88,12 @@ def check(config, mesh_sizes, virtual_stages, microbatches, executor):
     plan = make_plan(config, mesh_of(**mesh_sizes), settings)
     params = reference.random_params(config)
     tokens, weights = batch_of(plan)
-    expected_loss, expected = unsharded(config)(params, tokens, weights)
+    on_xla = dataclasses.replace(config, implementation="xla")
+    expected_loss, expected = unsharded(on_xla)(params, tokens, weights)
     shardings = parameter_shardings(abstract_params(plan), plan.mesh)
     staged = jax.device_put(to_pipeline(params, plan.partition), shardings)
-    loss, gradients = jax.jit(step_of(plan))(staged, tokens, weights)
+    compiled = jax.jit(step_of(plan)).lower(staged, tokens, weights).compile()
+    loss, gradients = compiled(staged, tokens, weights)
     for leaf, sharding in zip(*map(jax.tree.leaves, (gradients, shardings)), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -94,46 +103,35 @@ def check(config, mesh_sizes, virtual_stages, microbatches, executor):
     ):
         error = np.max(np.abs(one - other)) / np.max(np.abs(one))
         assert error < 1e-5, f"{name}: {error}"
+    return plan, compiled
 
 
-FULL = dataclasses.replace(CONFIG, residual="full", tie_embeddings=False)
+FULL = dataclasses.replace(CONFIG, residual="full", num_layers=2, tie_embeddings=False)
 SPANNING = dataclasses.replace(CONFIG, num_layers=3, block_size=4)
 SHORT = dataclasses.replace(CONFIG, num_layers=3, block_size=3, tie_embeddings=False)
-RETROFIT = dataclasses.replace(CONFIG, retrofit=True, remat="full", reads_per_group=2)
+RETROFIT = dataclasses.replace(SHORT, num_layers=2, retrofit=True, reads_per_group=1)
+STANDARD = dataclasses.replace(CONFIG, residual="standard", num_layers=5, remat="full")
 
+# Model, mesh, virtual stages, microbatches, executor.
 CASES = {
-    "P=4, data": (CONFIG, {"stage": 4, "data": 2}, 1, 4, "two_scan"),
-    "P=2, V=2, fsdp, tensor, M=2P": (
-        CONFIG,
-        {"stage": 2, "fsdp": 2, "tensor": 2},
-        2,
-        4,
-        "two_scan",
-    ),
-    "P=2, sequence, tensor, 1F1B": (
-        CONFIG,
+    "P=2, V=2, fsdp, tensor": (CONFIG, {"stage": 2, "fsdp": 2, "tensor": 2}, 2, 4, "two_scan"),
+    "P=2, Full, sequence, tensor": (
+        FULL,
         {"stage": 2, "sequence": 2, "tensor": 2},
         1,
         2,
         "one_f_one_b",
     ),
-    "P=4, Full, sequence": (FULL, {"stage": 4, "sequence": 2}, 1, 4, "one_f_one_b"),
-    "P=2, V=3, a block of two chunks, data, fsdp, padded M": (
+    "P=2, V=3, a block of two chunks, data, fsdp, M of no multiple": (
         SPANNING,
         {"stage": 2, "data": 2, "fsdp": 2},
         3,
         3,
         "one_f_one_b",
     ),
-    "P=4, chunks of a sub-layer, tensor": (
-        SHORT,
-        {"stage": 4, "tensor": 2},
-        1,
-        4,
-        "two_scan",
-    ),
-    "P=1, V=2": (SPANNING, {"data": 8}, 2, 2, "two_scan"),
-    "retrofitted, differentiated by JAX": (RETROFIT, {"stage": 2}, 2, 2, "autodiff"),
+    "P=4, chunks of a sub-layer, tensor": (SHORT, {"stage": 4, "tensor": 2}, 1, 4, "two_scan"),
+    "retrofitted, differentiated by JAX": (RETROFIT, {"stage": 2}, 1, 2, "autodiff"),
+    "P=2, V=2, standard": (STANDARD, {"stage": 2, "data": 2}, 2, 4, "one_f_one_b"),
 }
 
 
@@ -142,20 +140,12 @@ def test_loss_and_every_gradient_equal_those_of_one_device(name):
     check(*CASES[name])
 
 
-def collectives_of(plan, compile=False):
+def collectives_of(plan):
     tokens, weights = batch_of(plan)
-    abstract = abstract_params(plan)
-    params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        parameter_shardings(abstract, plan.mesh),
-    )
     # JAX's own attention promotes bfloat16.
     with jax.numpy_dtype_promotion("standard"):
-        traced = jax.jit(step_of(plan)).trace(params, tokens, weights)
-    yield collectives.of_jaxpr(traced.jaxpr)
-    if compile:
-        yield collectives.of_hlo(traced.lower().compile().as_text())
+        jaxpr = jax.make_jaxpr(step_of(plan))(abstract_params(plan), tokens, weights)
+    return collectives_of_jaxpr(jaxpr)
 
 
 def plan_of(virtual_stages, microbatches, exchange, executor="two_scan", **changes):
@@ -179,24 +169,31 @@ def check_exchange(plan, found, blocks, itemsize):
     return permutes
 
 
-@pytest.mark.parametrize("executor", ["autodiff", "two_scan", "one_f_one_b"])
+EXCHANGED = {
+    (1, "cached"): 88,
+    (1, "naive"): 110,
+    (2, "cached"): 152,
+    (2, "naive"): 342,
+    (4, "cached"): 280,
+    (4, "naive"): 1190,
+}
+"""Block representations that each of four stages sends for eight microbatches, by V."""
+
+
 @pytest.mark.parametrize(
-    "virtual_stages, microbatches, exchange, blocks",
+    "virtual_stages, exchange, executor",
     [
-        (1, 8, "cached", 88),
-        (1, 8, "naive", 110),
-        (2, 8, "cached", 152),
-        (2, 8, "naive", 342),
-        (4, 8, "cached", 280),
-        (4, 8, "naive", 1190),
+        *((*key, "two_scan") for key in EXCHANGED),
+        *((2, exchange, "one_f_one_b") for exchange in ("cached", "naive")),
+        *((1, exchange, "autodiff") for exchange in ("cached", "naive")),
     ],
 )
 def test_only_blocks_cross_stages_and_as_many_as_the_formula_says(
-    virtual_stages, microbatches, exchange, blocks, executor
+    virtual_stages, exchange, executor
 ):
-    plan = plan_of(virtual_stages, microbatches, exchange, executor, compute_dtype="bfloat16")
-    (found,) = collectives_of(plan)
-    permutes = check_exchange(plan, found, blocks, itemsize=2)
+    plan = plan_of(virtual_stages, 8, exchange, executor, compute_dtype="bfloat16")
+    found = collectives_of(plan)
+    permutes = check_exchange(plan, found, EXCHANGED[virtual_stages, exchange], itemsize=2)
     ring = {(stage, (stage + 1) % 4) for stage in range(4)}
     for one in permutes:
         axes, pairs = one.over
@@ -206,11 +203,31 @@ def test_only_blocks_cross_stages_and_as_many_as_the_formula_says(
         assert one.shape[0] in (plan.payload.window, plan.payload.early, plan.payload.late)
 
 
-@pytest.mark.parametrize("exchange, blocks", [("cached", 152), ("naive", 342)])
-def test_the_compiled_program_exchanges_the_same(exchange, blocks):
-    plan = plan_of(2, 8, exchange)
-    _, found = collectives_of(plan, compile=True)
-    check_exchange(plan, found, blocks, itemsize=4)
+def test_the_compiled_program_is_right_and_exchanges_the_same():
+    config = dataclasses.replace(CONFIG, num_layers=8, block_size=2)
+    plan, compiled = check(config, {"stage": 4, "data": 2}, 2, 8, "two_scan")
+    found = collectives_of_hlo(compiled.as_text())
+    check_exchange(plan, found, EXCHANGED[2, "cached"], itemsize=4)
+
+
+def test_a_standard_residual_crosses_as_one_block():
+    for exchange in ("cached", "naive"):
+        plan = plan_of(2, 8, exchange, residual="standard")
+        found = collectives_of(plan)
+        check_exchange(plan, found, 2 * 19, itemsize=4)
+
+
+def test_kernels_run_on_each_device():
+    config = dataclasses.replace(CONFIG, num_layers=1, block_size=2, implementation="mosaic_tpu")
+    plan = make_plan(config, mesh_of(stage=2))
+    params = to_pipeline(reference.random_params(config), plan.partition)
+    assert set(count_launches(step_of(plan), params, *batch_of(plan))) == {
+        f"attnres_{phase}_{direction}"
+        for phase in ("inter_block", "merge")
+        for direction in ("forward", "backward")
+    }
+    with pltpu.force_tpu_interpret_mode(True):
+        check(config, {"stage": 2}, 1, 2, "two_scan")
 
 
 def test_an_open_block_crosses_in_its_own_dtype():
@@ -218,10 +235,10 @@ def test_an_open_block_crosses_in_its_own_dtype():
         CONFIG, num_layers=8, block_size=4, compute_dtype="bfloat16", float32_partial_sum=True
     )
     plan = make_plan(config, mesh_of(stage=4), PipelineConfig(virtual_stages=2, microbatches=4))
-    (found,) = collectives_of(plan)
+    found = collectives_of(plan)
     block = T * CONFIG.width
     assert plan.payload.carries_partial_sum
-    assert collectives.total_bytes(found, "collective-permute") == (
+    assert total_bytes(found, "collective-permute") == (
         plan.payload.exchanged_bytes(plan.schedule, 2 * block, 4 * block)
     )
 
@@ -229,12 +246,6 @@ def test_an_open_block_crosses_in_its_own_dtype():
 @pytest.mark.parametrize(
     "config, mesh_sizes, settings, parts",
     [
-        (
-            dataclasses.replace(CONFIG, residual="standard"),
-            {"stage": 2},
-            PipelineConfig(),
-            ["standard", "block"],
-        ),
         (CONFIG, {"stage": 4}, PipelineConfig(virtual_stages=3), ["12 chunks", "8 sub-layers"]),
         (CONFIG, {"tensor": 4}, PipelineConfig(), ["attention.key_kernel", "axis g", "tensor=4"]),
         (

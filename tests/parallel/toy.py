@@ -12,10 +12,13 @@ from jax.sharding import AxisType, PartitionSpec
 from attnres_jax import ModelConfig
 from attnres_jax.ops import depth_attention
 from attnres_jax.parallel import cross_stage, layout, pipeline, ring
-from attnres_jax.parallel.chunk import Program, run_chunk
+from attnres_jax.parallel.chunk import run_chunk
+from attnres_jax.parallel.layers import Program
 from attnres_jax.parallel.schedules import ORDERS, Schedule
 
 B, T, D, EPS = 1, 2, 8, 1e-6
+MAX_SUBLAYERS, MAX_MICROBATCHES = 24, 16
+"""What the oracle is compiled for, once: shorter inputs are filled up with zeros."""
 
 
 def random_params(num_sublayers: int, seed: int = 0) -> dict[str, Any]:
@@ -45,21 +48,22 @@ def apply(kind, state, x):
 
 
 def inputs(microbatches: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings and cotangents of the results, `[m, b, t, d]` each."""
+    """Embeddings and weights of the results, `[m, b, t, d]` each."""
     rng = np.random.default_rng(seed)
-    x, cotangent = rng.standard_normal((2, microbatches, B, T, D))
-    return x.astype(np.float32), cotangent.astype(np.float32)
+    x = rng.standard_normal((microbatches, B, T, D))
+    weights = rng.uniform(0.5, 1.5, x.shape)
+    return x.astype(np.float32), weights.astype(np.float32)
 
 
 def value_and_gradients(*arguments):
-    """`(params, x, cotangent) -> (loss, gradients of params and x)`, compiled."""
+    """`(params, x, weights) -> (loss, gradients of params and x)`, compiled."""
     return jax.jit(jax.value_and_grad(make_loss(*arguments), argnums=(0, 1)))
 
 
 def make_loss(microbatches, partition, executor, exchange="cached"):
-    """`(params in layer order, x, cotangent) -> loss` through a pipeline.
+    """`(params in layer order, x, weights) -> loss` through a pipeline.
 
-    The loss is `sum <cotangent, sin(final read)>` over microbatches.
+    The loss is `sum <weights, 1 + sin(final read)>` over microbatches.
     """
     stages = partition.stages
     order = ORDERS[executor == "one_f_one_b"]
@@ -83,17 +87,17 @@ def make_loss(microbatches, partition, executor, exchange="cached"):
     def final_read(params, values):
         return depth_attention(tuple(values), params["query"], params["gain"], eps=EPS)
 
-    def microbatch_loss(params, values, cotangent):
-        return jnp.sum(cotangent * jnp.sin(final_read(params, values)))
+    def microbatch_loss(params, values, weights):
+        return jnp.sum(weights * (1 + jnp.sin(final_read(params, values))))
 
-    def region(staged, final, x, cotangent):
+    def region(staged, final, x, weights):
         staged = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 1), staged)
         if executor == "one_f_one_b":
-            loss = pipeline.one_f_one_b(the_pipeline, microbatch_loss, staged, final, x, cotangent)
+            loss = pipeline.one_f_one_b(the_pipeline, microbatch_loss, staged, final, x, weights)
         else:
             hidden = getattr(pipeline, executor)(the_pipeline, final_read, staged, final, x)
             is_last = jax.lax.axis_index("stage") == stages - 1
-            loss = jnp.where(is_last, jnp.sum(cotangent * jnp.sin(hidden)), 0.0)
+            loss = jnp.where(is_last, jnp.sum(weights * (1 + jnp.sin(hidden))), 0.0)
         return jax.lax.psum(loss, "stage")
 
     mesh = jax.make_mesh((stages,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:stages])
@@ -105,16 +109,16 @@ def make_loss(microbatches, partition, executor, exchange="cached"):
         check_vma=False,
     )
 
-    def loss(params, x, cotangent):
+    def loss(params, x, weights):
         staged = layout.to_pipeline(params, partition)
         final = staged.pop("final_read")
-        return sharded(staged, final, x, cotangent)
+        return sharded(staged, final, x, weights)
 
     return loss
 
 
 @jax.jit
-def _oracle(params, x, cotangent, sums, filled, norm_gain, kernel, is_attention):
+def _oracle(trained, x, weights, sums, filled, is_attention):
     def rms(x, gain):
         return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + EPS) * gain
 
@@ -138,23 +142,24 @@ def _oracle(params, x, cotangent, sums, filled, norm_gain, kernel, is_attention)
         steps = (jnp.arange(size), sums[:-1], filled[:-1], reads["query"], reads["gain"])
         outputs, _ = jax.lax.scan(sublayer, outputs, (*steps, norm_gain, kernel, is_attention))
         hidden = read(outputs, sums[-1], filled[-1], final["query"], final["gain"])
-        return jnp.sum(cotangent * jnp.sin(hidden))
+        return jnp.sum(weights * (1 + jnp.sin(hidden)))
 
-    trained = params["reads"], params["final_read"], norm_gain, kernel
     return jax.value_and_grad(loss, argnums=(0, 1))(trained, x)
 
 
-def oracle(block_size, params, x, cotangent):
+def oracle(block_size, params, x, weights):
     """The same loss and gradients in float64, without chunks, blocks that grow, or phases.
 
     A read's sources are sums of outputs, which a matrix of zeros and ones forms: `sums[n, j]`.
     """
-    num_sublayers = len(params["reads"]["query"])
-    size = num_sublayers + 1
+    num_sublayers, microbatches = len(params["reads"]["query"]), len(x)
+    size = MAX_SUBLAYERS + 1
     sums, filled = np.zeros((size, size, size)), np.zeros((size, size), bool)
-    for i in range(size):
-        starts = range(1, i + 1, block_size)
-        sources = [range(1), *(range(a, min(a + block_size, i + 1)) for a in starts)]
+    for i in (*range(size - 1), MAX_SUBLAYERS):
+        # Sub-layers that only fill up read the embedding, and nothing reads them.
+        end = num_sublayers if i == MAX_SUBLAYERS else i if i < num_sublayers else 0
+        starts = range(1, end + 1, block_size)
+        sources = [range(1), *(range(a, min(a + block_size, end + 1)) for a in starts)]
         for n, outputs in enumerate(sources):
             filled[i, n] = True
             sums[i, n, list(outputs)] = 1
@@ -163,25 +168,32 @@ def oracle(block_size, params, x, cotangent):
         both = [params[f"{kind}{name}"][leaf] for kind in ("attention", "feed_forward")]
         return np.stack(both, 1).reshape(num_sublayers, *both[0].shape[1:])
 
-    norm_gain, kernel = in_order("_norm", "gain"), in_order("", "kernel")
+    def fill(leaf, size):
+        return np.pad(leaf, ((0, size - len(leaf)), *((0, 0),) * (leaf.ndim - 1)))
+
+    by_sublayer = params["reads"], in_order("_norm", "gain"), in_order("", "kernel")
+    reads, norm_gain, kernel = jax.tree.map(lambda leaf: fill(leaf, MAX_SUBLAYERS), by_sublayer)
+    trained = reads, params["final_read"], norm_gain, kernel
+    x, weights = (fill(array, MAX_MICROBATCHES) for array in (x, weights))
     with (
         jax.enable_x64(True),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
     ):
-        double = jax.tree.map(
-            lambda leaf: np.asarray(leaf, np.float64),
-            (params, x, cotangent, sums, norm_gain, kernel),
+        doubles = jax.tree.map(
+            lambda leaf: np.asarray(leaf, np.float64), (trained, x, weights, sums)
         )
-        params, x, cotangent, sums, norm_gain, kernel = double
-        is_attention = np.arange(num_sublayers) % 2 == 0
-        results = _oracle(params, x, cotangent, sums, filled, norm_gain, kernel, is_attention)
+        is_attention = np.arange(MAX_SUBLAYERS) % 2 == 0
+        results = _oracle(*doubles, filled, is_attention)
         loss, ((reads, final_read, norm_gain, kernel), dx) = jax.tree.map(np.asarray, results)
+    reads, norm_gain, kernel = jax.tree.map(
+        lambda leaf: leaf[:num_sublayers], (reads, norm_gain, kernel)
+    )
     gradients = {"reads": reads, "final_read": final_read}
     for i, kind in enumerate(("attention", "feed_forward")):
         gradients[kind] = {"kernel": kernel[i::2]}
         gradients[f"{kind}_norm"] = {"gain": norm_gain[i::2]}
-    return loss, (gradients, dx)
+    return loss, (gradients, dx[:microbatches])
 
 
 def worst_error(actual, expected) -> float:

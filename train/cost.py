@@ -105,11 +105,13 @@ def refused_memory(message: str) -> tuple[float, float] | None:
 
 
 def count_by_kind(collectives: list[Collective]) -> list[dict[str, Any]]:
-    """For each kind: operations in a step, and bytes of their results on a device."""
+    """For each kind: operations in a step, those of them in loops, and bytes of their results."""
     rows: dict[str, dict[str, Any]] = {}
     for one in collectives:
-        row = rows.setdefault(one.kind, {"kind": one.kind, "count": 0, "bytes": 0})
+        new = {"kind": one.kind, "count": 0, "in_loops": 0, "bytes": 0}
+        row = rows.setdefault(one.kind, new)
         row["count"] += one.count
+        row["in_loops"] += one.count * one.in_loop
         row["bytes"] += one.bytes
     return [rows[kind] for kind in sorted(rows)]
 

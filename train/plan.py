@@ -299,10 +299,11 @@ def print_report(report: dict[str, Any]) -> None:
             table.add_row(*row)
     console.print(table)
     table = rich.table.Table(title="Collectives of a device in a step")
-    for column in ("kind", "count", "bytes"):
+    for column in ("kind", "count", "of them in loops", "bytes"):
         table.add_column(column, justify="left" if column == "kind" else "right")
     for row in report["collectives"]:
-        table.add_row(row["kind"], f"{row['count']:,}", _gib(row["bytes"]))
+        counts = f"{row['count']:,}", f"{row['in_loops']:,}"
+        table.add_row(row["kind"], *counts, _gib(row["bytes"]))
     console.print(table)
     console.print(
         "Counted and bounded, not timed: memory is the compiler's plan; bounds divide counts by the"

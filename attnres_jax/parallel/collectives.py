@@ -124,7 +124,7 @@ def collectives_of_hlo(text: str) -> list[Collective]:
             name = match[1]
             bodies[name] = []
             entry = name if line.startswith("ENTRY") else entry
-        elif line.startswith("}"):
+        elif line == "}":  # Attributes of several lines may begin one with a brace too.
             name = ""
         elif name:
             bodies[name].append(line)

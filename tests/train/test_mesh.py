@@ -141,7 +141,6 @@ def test_moments_lie_where_their_parameters_do(tmp_path, mesh):
         ),
         ({"mesh": MeshConfig(sequence=8), "context": 12}, r"context: 12 .* mesh\.sequence=8"),
         ({"mesh": MeshConfig(tensor=4)}, "axis g has 2 entries, which tensor=4"),
-        ({**STAGED, "model__residual": "standard"}, "block representations"),
         ({"data__shards": 3}, r"data\.shards: 3 must divide batch_size \(8\)"),
     ],
 )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnres_jax.parallel import Collective, MeshConfig, make_mesh
+from attnres_jax.parallel import Collective, MeshConfig, collectives_of_hlo, make_mesh
 from tests.train.tiny_run import tiny_config
 from train import plan as plan_lib
 from train.cost import (
@@ -140,8 +140,8 @@ def test_collectives_and_bounds():
     ]
     rows = count_by_kind(ones)
     assert rows == [
-        {"kind": "all-gather", "count": 4, "bytes": 3 * 64 + 32},
-        {"kind": "collective-permute", "count": 5, "bytes": 5 * 64},
+        {"kind": "all-gather", "count": 4, "in_loops": 0, "bytes": 3 * 64 + 32},
+        {"kind": "collective-permute", "count": 5, "in_loops": 5, "bytes": 5 * 64},
     ]
     chip = CHIPS["v5p"]
     limits = bounds(chip, flops=459e12, memory_bytes=2765e9 / 2, collectives=rows)
@@ -149,6 +149,28 @@ def test_collectives_and_bounds():
     assert limits["exchange"] == pytest.approx((224 / 2 + 320) / 600e9)
     halves = bounds(chip, flops=1.0, memory_bytes=1.0, collectives=[], chips_in_a_device=0.5)
     assert halves["compute"] == 2 / 459e12
+
+
+def test_attributes_of_several_lines_end_no_computation():
+    """As kernels of JAX's own have them in programs for TPUs."""
+    text = """
+%body (p: f32[8]) -> f32[8] {
+  %kernel = f32[8] custom-call(%p), frontend_attributes={metadata={
+"xprof_metadata":"{}"
+}}
+  ROOT %permute = f32[8]{0} collective-permute(%kernel), source_target_pairs={{0,1},{1,0}}
+}
+
+%condition (p: f32[8]) -> pred[] {
+  %turns = s32[]{:T(128)} constant(7)
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  ROOT %loop = f32[8] while(%p), condition=%condition, body=%body
+}
+"""
+    (one,) = collectives_of_hlo(text)
+    assert (one.kind, one.count, one.bytes) == ("collective-permute", 7, 7 * 32)
 
 
 def test_memory_of_a_donated_state_counts_it_once():
@@ -302,6 +324,9 @@ def test_the_real_compiler_plans_a_pipeline_and_refuses_what_does_not_fit(tmp_pa
     assert pipeline["exchanged_bytes_program"] == pipeline["exchanged_bytes_formula"]
     (permute,) = [row for row in report["collectives"] if row["kind"] == "collective-permute"]
     assert permute["bytes"] == pipeline["exchanged_bytes_formula"]
+    # Nothing else is exchanged while the pipeline runs.
+    in_loops = {row["kind"]: row["in_loops"] for row in report["collectives"] if row["in_loops"]}
+    assert in_loops == {"collective-permute": permute["count"]}
 
     many = plan("--topology=v5e:2x2", *mesh, "--batch-size=4096", "--context=4096")
     assert many.returncode == 1

@@ -145,7 +145,8 @@ def plan(config: Config, topology: Topology, show: Callable[[str], None]) -> dic
     limits = bounds(
         topology.chip,
         flops=flops,
-        memory_bytes=float(analysis.get("bytes accessed", 0.0)),
+        # The whole state is read and written, whatever else the compiler has counted.
+        memory_bytes=max(float(analysis.get("bytes accessed", 0.0)), 2.0 * memory.state),
         collectives=collectives,
         chips_in_a_device=chips_in_a_device,
     )

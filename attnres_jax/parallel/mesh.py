@@ -22,7 +22,8 @@ from jax.sharding import AxisType, Mesh
 
 AXES = ("stage", "data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
-TIME_AXES = ("sequence", "tensor")
+SLICE_AXES = ("stage", "data", "fsdp")
+"""Axes that may leave a slice, those that communicate least first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,25 +98,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 def device_grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Arranges devices in the shape of the mesh.
 
-    Where the devices are on several slices, which only a data-centre network joins, stage is split
-    over them first and data after it; no other axis leaves a slice.
+    Where the devices are on several slices, which only a slower network joins, stage is split over
+    them first, then data, then fsdp; the other axes do not leave a slice.
 
     Raises:
-        ValueError: Neither axis can be split over the slices.
+        ValueError: These axes cannot be split over the slices.
     """
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(
             tuple(sizes.values()), devices, allow_split_physical_axes=True
         )
-    over_slices = dict.fromkeys(sizes, 1)
-    over_slices["stage"] = math.gcd(sizes["stage"], slices)
-    over_slices["data"] = slices // over_slices["stage"]
-    if sizes["data"] % over_slices["data"]:
+    over_slices, rest = dict.fromkeys(sizes, 1), slices
+    for name in SLICE_AXES:
+        over_slices[name] = math.gcd(sizes[name], rest)
+        rest //= over_slices[name]
+    if rest > 1:
+        given = " times ".join(f"{name}={sizes[name]}" for name in SLICE_AXES)
         raise ValueError(
-            f"mesh: the devices are on {slices} slices, which stage and data have to span; stage="
-            f"{sizes['stage']} times data={sizes['data']} does not split over them; make one of"
-            f" them a multiple of {slices}"
+            f"mesh: {given} cannot be split over the {slices} slices that the devices are on; make"
+            f" one of these axes a multiple of {slices}"
         )
     within = tuple(size // over_slices[name] for name, size in sizes.items())
     return mesh_utils.create_hybrid_device_mesh(

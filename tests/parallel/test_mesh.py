@@ -81,7 +81,7 @@ def slices(count, each):
     return [FakeDevice(i, i // each, i // each) for i in range(count * each)]
 
 
-def test_stage_spans_slices_first_then_data():
+def test_stage_spans_slices_first_then_data_then_fsdp():
     sizes = {"stage": 2, "data": 2, "fsdp": 2, "sequence": 1, "tensor": 1}
     index = np.vectorize(lambda device: device.slice_index)
     over_two = index(device_grid(sizes, slices(2, 4)))[:, :, :, 0, 0]
@@ -89,11 +89,14 @@ def test_stage_spans_slices_first_then_data():
     over_four = index(device_grid(sizes, slices(4, 2)))[:, :, :, 0, 0]
     assert all(len(set(row)) == 1 for row in over_four.reshape(4, 2).tolist())
     assert len(np.unique(over_four)) == 4
+    sizes |= {"stage": 1, "data": 1, "fsdp": 4, "tensor": 2}
+    over_four = index(device_grid(sizes, slices(4, 2)))[0, 0, :, 0, :]
+    assert sorted(row[0] for row in over_four.tolist() if len(set(row)) == 1) == [0, 1, 2, 3]
 
 
 def test_slices_that_no_outer_axis_can_span_are_refused():
-    sizes = {"stage": 1, "data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
-    with pytest.raises(ValueError, match=r"on 2 slices.*multiple of 2"):
+    sizes = {"stage": 1, "data": 1, "fsdp": 1, "sequence": 1, "tensor": 8}
+    with pytest.raises(ValueError, match=r"stage=1 times data=1 .* 2 slices .*multiple of 2"):
         device_grid(sizes, slices(2, 4))
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from attnres_jax.parallel import pipeline, ring, ticks
 from attnres_jax.parallel.partition import Partition
@@ -13,12 +14,12 @@ from tests.parallel import toy
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def errors(partition, microbatches, executor, exchange="cached"):
+def errors(partition, microbatches, executor, *options):
     """Largest relative errors of the loss and of any gradient."""
     params = toy.random_params(partition.num_sublayers)
     x, weights = toy.inputs(microbatches)
     loss, gradients = toy.oracle(partition.block_size, params, x, weights)
-    program = toy.value_and_gradients(microbatches, partition, executor, exchange)
+    program = toy.value_and_gradients(microbatches, partition, executor, *options)
     actual_loss, actual = program(params, x, weights)
     return abs(actual_loss - loss) / abs(loss), toy.worst_error(actual, gradients)
 
@@ -53,6 +54,14 @@ def test_loss_and_every_gradient_equal_those_of_a_plain_loop(name, monkeypatch):
         monkeypatch.setattr(module, "empty_hop", empty_hop)
     sizes, rest = CASES[name][:4], CASES[name][4:]
     loss_error, gradient_error = errors(Partition(*sizes), *rest)
+    assert loss_error < 1e-6 and gradient_error < 1e-5
+
+
+def test_kernels_compute_the_same():
+    # Blocks of two chunks: the one kernel merges with a partial sum that has come from elsewhere.
+    with pltpu.force_tpu_interpret_mode(True):
+        partition = Partition(4, 4, 2, 2)
+        loss_error, gradient_error = errors(partition, 2, "two_scan", "cached", "mosaic_tpu")
     assert loss_error < 1e-6 and gradient_error < 1e-5
 
 

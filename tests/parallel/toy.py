@@ -60,7 +60,7 @@ def value_and_gradients(*arguments):
     return jax.jit(jax.value_and_grad(make_loss(*arguments), argnums=(0, 1)))
 
 
-def make_loss(microbatches, partition, executor, exchange="cached"):
+def make_loss(microbatches, partition, executor, exchange="cached", implementation="xla"):
     """`(params in layer order, x, weights) -> loss` through a pipeline.
 
     The loss is `sum <weights, 1 + sin(final read)>` over microbatches.
@@ -75,6 +75,7 @@ def make_loss(microbatches, partition, executor, exchange="cached"):
         num_heads=1,
         feed_forward_width=D,
         block_size=partition.block_size,
+        implementation=implementation,
     )
     the_pipeline = ring.Pipeline(
         partition,

@@ -46,15 +46,25 @@ def join(config: DistributedConfig) -> None:
     """Waits for all processes of the run, if there are several.
 
     Raises:
-        RuntimeError: They did not come within five minutes.
+        ValueError: They did not come together, within five minutes or at all.
     """
-    if config.coordinator_address is not None:
-        jax.distributed.initialize(
-            config.coordinator_address, config.num_processes, config.process_id
-        )
-    elif config.detect:
-        try:
-            jax.distributed.initialize()
-        except ValueError as error:
-            if "coordinator_address" not in str(error):  # What JAX says where it knows no cluster.
-                raise
+    try:
+        if config.coordinator_address is not None:
+            jax.distributed.initialize(
+                config.coordinator_address, config.num_processes, config.process_id
+            )
+        elif config.detect:
+            _join_cluster()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the processes of the run do not come together: {error};"
+            " --distributed.no-detect trains in this one alone"
+        ) from error
+
+
+def _join_cluster() -> None:
+    try:
+        jax.distributed.initialize()
+    except ValueError as error:
+        if "coordinator_address" not in str(error):  # What JAX says where it knows no cluster.
+            raise

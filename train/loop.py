@@ -42,6 +42,8 @@ class Run(NamedTuple):
     batches: Any
     validation: Validation
     description: dict[str, Any]
+    train_step: Any
+    evaluation_step: Any
 
 
 def prepare(config: Config) -> Run:
@@ -90,9 +92,13 @@ def prepare(config: Config) -> Run:
         check_same_run(saved, description)
 
     # Tracing says now, not after the folder is made, what the model cannot do here.
+    train_step = setup.make_train_step(config.optimizer.accumulate)
+    evaluation_step = setup.make_evaluation_step()
+    tokens_bt = jax.ShapeDtypeStruct((config.batch_size, config.context + 1), np.int32)
     with jax.set_mesh(setup.mesh):
-        jax.eval_shape(setup.make_evaluation_step(), setup.template.params, validation.batches[0])
-    return Run(config, setup, batches, validation, description)
+        jax.eval_shape(train_step, setup.template, {"tokens": tokens_bt})
+        jax.eval_shape(evaluation_step, setup.template.params, validation.batches[0])
+    return Run(config, setup, batches, validation, description, train_step, evaluation_step)
 
 
 def train(run: Run, command: str) -> int:
@@ -174,7 +180,7 @@ def train(run: Run, command: str) -> int:
     def evaluate(params: step_lib.Params) -> None:
         """Evaluates and records, unless told to stop meanwhile."""
         with clock.paused():
-            values = _evaluate(run, evaluation_step, params, stop)
+            values = _evaluate(run, params, stop)
         if values is not None:
             writer.write(step, values)
             display.print(
@@ -183,8 +189,6 @@ def train(run: Run, command: str) -> int:
             )
 
     # -------------------------------------------------------------------------- train
-    train_step = setup.make_train_step(config.optimizer.accumulate)
-    evaluation_step = setup.make_evaluation_step()
     sharding = batch_sharding(mesh)
     in_flight = None
     stop = StopSignals()
@@ -196,7 +200,7 @@ def train(run: Run, command: str) -> int:
             compiling = True
             while step < config.steps:
                 batch = to_devices(next(batches), sharding)
-                state, metrics = train_step(state, batch)
+                state, metrics = run.train_step(state, batch)
                 step += 1
                 if in_flight is not None:
                     finish_step(*in_flight)
@@ -286,16 +290,14 @@ def _handle_non_finite(
         )
 
 
-def _evaluate(
-    run: Run, evaluation_step: Any, params: Any, stop: StopSignals
-) -> dict[str, float] | None:
+def _evaluate(run: Run, params: Any, stop: StopSignals) -> dict[str, float] | None:
     """Evaluates all held-out batches, or gives up and returns None when told to stop."""
     totals: dict[str, np.ndarray] = {}
     sharding = batch_sharding(run.setup.mesh)
     for batch in run.validation.batches:
         if stop.number is not None:  # Never so in several processes, which must stay in step.
             return None
-        sums = jax.device_get(evaluation_step(params, to_devices(batch, sharding)))
+        sums = jax.device_get(run.evaluation_step(params, to_devices(batch, sharding)))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0) + value.astype(np.float64)
     vectors = {name: params[name] for name in ("reads", "final_read") if name in params}

@@ -120,6 +120,24 @@ def stored_shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
+def whole_vectors(params: Any, mesh: Mesh) -> Any:
+    """Gathers embeddings, queries and gains over the devices that split the width.
+
+    Kernels stay as they are until they are used: with these whole, the compiler keeps activations
+    split by sequences and gathers a kernel, and not the other way round.
+    """
+    rules = _stored_rules(mesh) | {"d": ()}
+
+    def gather(path, leaf):
+        names = parameter_names(path)
+        if names is None or "kernel" in names[-1]:
+            return leaf
+        spec = _spec(names, _letters(names).replace("cp", ""), rules)
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(gather, params)
+
+
 def training_shardings(state: Any, placement: Placement) -> Any:
     """Shardings of a state in the layout that it is trained in."""
     if placement.plan is None:

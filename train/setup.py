@@ -42,6 +42,10 @@ class Setup(NamedTuple):
 
     placement: Placement
     graphdef: Any
+    evaluation_graphdef: Any
+    """Of the same parameters; what it may not do as training does is done otherwise."""
+    parts: int
+    """Parts of a batch that follow each other: of accumulation, and the microbatches of each."""
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     template: step_lib.TrainState
@@ -69,8 +73,9 @@ class Setup(NamedTuple):
     def make_evaluation_step(self) -> Any:
         """The sums over a batch; see `train.step.make_evaluation_step`."""
         return step_lib.make_evaluation_step(
-            self.graphdef,
+            self.evaluation_graphdef,
             self.mesh,
+            self.parts,
             to_layer_order=partial(to_stored, placement=self.placement),
         )
 
@@ -104,17 +109,32 @@ def abstract_setup(config: Config, devices: Sequence[Any] | None = None) -> Setu
     """
     placement = make_placement(config, devices)
     optimizer, schedule = make_optimizer(config.optimizer, config.steps)
-    model = nnx.eval_shape(lambda: TransformerLM(config.model, rngs=nnx.Rngs(config.seed)))
+    plan = placement.plan
+    parts = config.optimizer.accumulate * (plan.microbatches if plan else 1)
     stored = jax.eval_shape(lambda: _random_state(config, optimizer))
     template = jax.eval_shape(partial(to_training, placement=placement), stored)
     return Setup(
         placement,
-        nnx.graphdef(model),
+        _graphdef(config.model),
+        _graphdef(_evaluation_model(config, config.batch_size // parts, placement)),
+        parts,
         optimizer,
         schedule,
         _with_shardings(template, training_shardings(template, placement)),
         _with_shardings(stored, stored_shardings(stored, placement.mesh)),
     )
+
+
+def _graphdef(model: ModelConfig) -> Any:
+    return nnx.graphdef(nnx.eval_shape(lambda: TransformerLM(model, rngs=nnx.Rngs(0))))
+
+
+def _evaluation_model(config: Config, rows: int, placement: Placement) -> ModelConfig:
+    """The model on a mesh whose stages all do the same, with so many sequences at once."""
+    if placement.plan is None or rows % placement.mesh.size == 0:
+        return config.model
+    # Outside a pipeline, splash attention spreads whole sequences over all devices.
+    return dataclasses.replace(config.model, attention="xla")
 
 
 def _with_shardings(state: Any, shardings: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnres_jax.parallel import Plan, make_loss
 from train.loss import cross_entropy
-from train.placement import batch_axes, batch_sharding
+from train.placement import batch_axes, batch_sharding, whole_vectors
 
 Params = Any
 Metrics = dict[str, jax.Array]
@@ -79,11 +79,7 @@ def make_train_step(
     def loss_and_gradients(params: Params, tokens_bt: jax.Array) -> tuple[jax.Array, Params]:
         if accumulate == 1:
             return jax.value_and_grad(loss_fn)(params, tokens_bt)
-        # Row r goes to part r % M, so that every device keeps the rows that it has.
-        tokens_mbt = tokens_bt.reshape(-1, accumulate, tokens_bt.shape[-1]).swapaxes(0, 1)
-        tokens_mbt = jax.lax.with_sharding_constraint(
-            tokens_mbt, NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
-        )
+        tokens_mbt = _split_batch(tokens_bt, accumulate, mesh)
 
         def add(total: Any, tokens_bt: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(
@@ -136,6 +132,7 @@ def make_train_step(
 
 def _model_loss(graphdef: Any, mesh: Mesh) -> Callable[[Params, jax.Array], jax.Array]:
     def loss(params: Params, tokens_bt: jax.Array) -> jax.Array:
+        params = whole_vectors(params, mesh)
         logits_btv = nnx.merge(graphdef, params)(_split_time(tokens_bt[:, :-1], mesh))
         nats, weight = cross_entropy(logits_btv, _split_time(tokens_bt[:, 1:], mesh))
         return nats / weight
@@ -153,6 +150,14 @@ def _pipeline_loss(plan: Plan) -> Callable[[Params, jax.Array], jax.Array]:
     return loss
 
 
+def _split_batch(rows_bt: jax.Array, parts: int, mesh: Mesh) -> jax.Array:
+    """`[B, t]` -> `[m, b, t]`."""
+    # Row r goes to part r % M, so that every device keeps the rows that it has.
+    rows_mbt = rows_bt.reshape(-1, parts, rows_bt.shape[-1]).swapaxes(0, 1)
+    spec = PartitionSpec(None, batch_axes(mesh))
+    return jax.lax.with_sharding_constraint(rows_mbt, NamedSharding(mesh, spec))
+
+
 def _split_time(tokens_bt: jax.Array, mesh: Mesh) -> jax.Array:
     """Says that time is split over "sequence", which everything that follows takes over."""
     if mesh.shape.get("sequence", 1) == 1:
@@ -164,6 +169,7 @@ def _split_time(tokens_bt: jax.Array, mesh: Mesh) -> jax.Array:
 def make_evaluation_step(
     graphdef: Any,
     mesh: Mesh,
+    parts: int = 1,
     *,
     to_layer_order: Callable[[Params], Params] = lambda params: params,
 ) -> Callable[[Params, dict[str, jax.Array]], Metrics]:
@@ -176,6 +182,7 @@ def make_evaluation_step(
     Args:
         graphdef: From `nnx.split(model, nnx.Param)`.
         mesh: Splits the batch over its axes "data" and "fsdp".
+        parts: Parts of the batch that follow each other, to take no more memory than training.
         to_layer_order: Applied to the parameters first.
 
     Returns:
@@ -183,9 +190,8 @@ def make_evaluation_step(
         float32 `[B, T]`.
     """
 
-    def evaluation_step(params: Params, batch: dict[str, jax.Array]) -> Metrics:
-        tokens_bt, weights_bt = batch["tokens"], batch["weights"]
-        model = nnx.merge(graphdef, to_layer_order(params))
+    def part_sums(params: Params, tokens_bt: jax.Array, weights_bt: jax.Array) -> Metrics:
+        model = nnx.merge(graphdef, params)
         logits_btv, capture = model(_split_time(tokens_bt[:, :-1], mesh), capture=True)
         nats, weight = cross_entropy(logits_btv, tokens_bt[:, 1:], weights_bt)
         sums = {"nats": nats, "tokens": weight}
@@ -196,5 +202,20 @@ def make_evaluation_step(
             sums[f"entropy/{read:02d}"] = jnp.sum(entropy_bt * weights_bt)
         sums["hidden_norm"] = capture["hidden_norm"] * weight
         return sums
+
+    def evaluation_step(params: Params, batch: dict[str, jax.Array]) -> Metrics:
+        params = whole_vectors(to_layer_order(params), mesh)
+        arrays = batch["tokens"], batch["weights"]
+        if parts == 1:
+            return part_sums(params, *arrays)
+        arrays_of_parts = tuple(_split_batch(array, parts, mesh) for array in arrays)
+
+        def add(total: Metrics, arrays: tuple[jax.Array, ...]) -> tuple[Metrics, None]:
+            return jax.tree.map(jnp.add, total, part_sums(params, *arrays)), None
+
+        one = tuple(array[0] for array in arrays_of_parts)
+        shapes = jax.eval_shape(part_sums, params, *one)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.lax.scan(add, zero, arrays_of_parts)[0]
 
     return jax.jit(evaluation_step, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -202,9 +202,9 @@ def test_evaluation_that_was_cut_short_is_made_on_resuming(tmp_path, monkeypatch
     config = tiny_config(tmp_path)
     evaluate = loop._evaluate
 
-    def interrupted(run, evaluation_step, params, stop):
+    def interrupted(run, params, stop):
         stop.number = signal.SIGTERM
-        return evaluate(run, evaluation_step, params, stop)
+        return evaluate(run, params, stop)
 
     monkeypatch.setattr(loop, "_evaluate", interrupted)
     assert train(prepare(config), "x") == 143

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax.parallel import MeshConfig, PipelineConfig, make_mesh
+from attnres_jax.parallel import MeshConfig, PipelineConfig, collectives_of_hlo, make_mesh
 from tests.train.tiny_run import tiny_config
 from train.checkpoint import Checkpoints
 from train.loop import prepare, train
@@ -169,3 +169,20 @@ def test_processes_read_the_streams_of_their_sequences(tmp_path):
     assert needed_streams(Partly(0), 16, 8) == [0, 1, 2, 3]
     assert needed_streams(Partly(1), 16, 8) == [4, 5, 6, 7]
     assert needed_streams(Partly(1), 16, 1) == [0]
+
+
+def test_kernels_are_gathered_for_activations_and_not_the_other_way_round(tmp_path):
+    rows, context = 16, 24
+    model = {"num_layers": 3, "block_size": 6, "vocab_size": 256, "feed_forward_width": 40}
+    changes = {f"model__{name}": value for name, value in model.items()}
+    config = tiny_config(
+        tmp_path, batch_size=rows, context=context, mesh=MeshConfig(fsdp=8), **changes
+    )
+    setup = abstract_setup(config)
+    tokens_bt = jax.ShapeDtypeStruct((rows, context + 1), np.int32)
+    with jax.set_mesh(setup.mesh):
+        step = setup.make_train_step(1)
+        text = step.lower(setup.template, {"tokens": tokens_bt}).compile().as_text()
+    found = collectives_of_hlo(text)
+    assert any(one.kind == "all-gather" and one.in_loop for one in found)
+    assert not [one for one in found if context in one.shape]

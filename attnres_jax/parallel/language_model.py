@@ -29,7 +29,7 @@ from attnres_jax.parallel.mesh import AXES
 from attnres_jax.parallel.plan import Plan, abstract_params, check_batch
 from attnres_jax.parallel.sharding import axis_letters, parameter_specs, partition_spec
 
-STACKED = (*KINDS, *(f"{kind}_norm" for kind in KINDS), "reads")
+_STACKED = (*KINDS, *(f"{kind}_norm" for kind in KINDS), "reads")
 
 
 def make_loss(plan: Plan) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -84,9 +84,9 @@ def _region(plan: Plan, params, tokens_mbt, targets_mbt, weights_mbt):
     stacked = {
         name: jax.tree.map(lambda leaf: jnp.squeeze(leaf, 1), leaves)
         for name, leaves in params.items()
-        if name in STACKED
+        if name in _STACKED
     }
-    others = {name: leaf for name, leaf in params.items() if name not in STACKED}
+    others = {name: leaf for name, leaf in params.items() if name not in _STACKED}
     x_mbtd = head.embed(plan, others["embedding_table"], tokens_mbt)
     program = _program(plan)
     run = pipeline.Pipeline(

@@ -112,7 +112,6 @@ STANDARD = dataclasses.replace(CONFIG, residual="standard", num_layers=5, remat=
 
 # Model, mesh, virtual stages, microbatches, executor.
 CASES = {
-    "P=2, V=2, fsdp, tensor": (CONFIG, {"stage": 2, "fsdp": 2, "tensor": 2}, 2, 4, "two_scan"),
     "P=2, Full, sequence, tensor": (
         FULL,
         {"stage": 2, "sequence": 2, "tensor": 2},
@@ -127,7 +126,13 @@ CASES = {
         3,
         "one_f_one_b",
     ),
-    "P=4, chunks of a sub-layer, tensor": (SHORT, {"stage": 4, "tensor": 2}, 1, 4, "two_scan"),
+    "P=2, V=2, uneven chunks, fsdp, tensor": (
+        SHORT,
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+        2,
+        4,
+        "two_scan",
+    ),
     "retrofitted, differentiated by JAX": (RETROFIT, {"stage": 2}, 1, 2, "autodiff"),
     "P=2, V=2, standard": (STANDARD, {"stage": 2, "data": 2}, 2, 4, "one_f_one_b"),
 }

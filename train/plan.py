@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import rich.console
 import rich.progress
-import rich.table
 import tyro
 
 from attnres_jax.parallel import Plan, collectives_of_hlo, collectives_of_jaxpr, total_bytes
@@ -37,6 +36,7 @@ from train.cost import (
     refused_memory,
 )
 from train.placement import batch_sharding
+from train.plan_report import gib, print_report
 from train.setup import Setup, abstract_setup
 from train.topology import Topology, described_devices, parse_topology
 
@@ -240,76 +240,8 @@ def _too_much(config: Config, topology: Topology, used: float, capacity: float) 
         knobs.append(f"more optimizer.accumulate (now {config.optimizer.accumulate})")
     knobs.append(f"a smaller batch_size (now {config.batch_size}) or context ({config.context})")
     return (
-        f"a device of {topology.name} has {_gib(capacity)} and the step takes {_gib(used)},"
-        f" {_gib(used - capacity)} too much; what helps: {'; '.join(knobs)}"
-    )
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """Prints tables for people."""
-    console = rich.console.Console()
-    axes = ", ".join(f"{name}={size}" for name, size in report["mesh"].items() if size > 1)
-    title = f"Training step on {report['topology']}: {report['devices']} devices ({axes or 'one'})"
-    table = rich.table.Table(title=title, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    memory, flops, bound = report["memory"], report["flops"], report["bound"]
-    rows: list[tuple[str, str] | None] = [
-        ("parameters", f"{report['parameters']:,}"),
-        ("tokens in a step", f"{report['tokens']:,}"),
-        None,
-        ("state of a device", _gib(memory["state"])),
-        ("temporary", _gib(memory["temporary"])),
-        ("program", _gib(memory["program"])),
-        (
-            f"of {_gib(memory['capacity'])}",
-            f"{_gib(memory['total'])} ({memory['total'] / memory['capacity']:.0%})",
-        ),
-        None,
-        ("model flops of a device", f"{flops['model']:.4g}"),
-        ("matrix products of the program", f"{flops['program']:.4g}"),
-    ]
-    if (pipeline := report["pipeline"]) is not None:
-        rows += [
-            None,
-            ("schedule", pipeline["schedule"]),
-            (
-                "stages x virtual stages, microbatches",
-                f"{pipeline['stages']} x {pipeline['virtual_stages']}, {pipeline['microbatches']}",
-            ),
-            ("bubble", f"{pipeline['bubble']:.1%} of {pipeline['ticks_each_way']} ticks each way"),
-            ("blocks in a hop", str(pipeline["blocks_in_a_hop"])),
-            ("a stage sends, by formula", _gib(pipeline["exchanged_bytes_formula"])),
-            ("a stage sends, in the program", _gib(pipeline["exchanged_bytes_program"])),
-        ]
-    rows += [
-        None,
-        ("bound from compute", _seconds(bound["compute"])),
-        ("bound from memory traffic", _seconds(bound["memory"])),
-        ("bound from exchange", _seconds(bound["exchange"])),
-        ("a step takes at least", _seconds(bound["seconds"])),
-        ("so at most", f"{bound['tokens_per_second']:,.0f} tokens/s"),
-        ("and at most of the peak, in model flops", f"{bound['model_flops_utilisation']:.0%}"),
-        None,
-        ("compiled in", f"{report['compile_seconds']:.0f} s"),
-    ]
-    for row in rows:
-        if row is None:
-            table.add_section()
-        else:
-            table.add_row(*row)
-    console.print(table)
-    table = rich.table.Table(title="Collectives of a device in a step")
-    for column in ("kind", "count", "of them in loops", "bytes"):
-        table.add_column(column, justify="left" if column == "kind" else "right")
-    for row in report["collectives"]:
-        counts = f"{row['count']:,}", f"{row['in_loops']:,}"
-        table.add_row(row["kind"], *counts, _gib(row["bytes"]))
-    console.print(table)
-    console.print(
-        "Counted and bounded, not timed: memory is the compiler's plan; bounds divide counts by the"
-        " maker's figures and take all else to be free and to overlap. Products inside kernels are"
-        " not counted, and memory traffic counts every loop once."
+        f"a device of {topology.name} has {gib(capacity)} and the step takes {gib(used)},"
+        f" {gib(used - capacity)} too much; what helps: {'; '.join(knobs)}"
     )
 
 
@@ -326,14 +258,6 @@ def _progress() -> Generator[Callable[[str], None]]:
     with progress:
         task = progress.add_task("", total=None)
         yield lambda what: progress.update(task, description=what)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _fail(error: Exception, code: int) -> int:

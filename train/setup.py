@@ -37,6 +37,10 @@ _NEW_IN_A_RETROFIT = (
 )
 
 
+# One function for all calls, so that saving compiles once.
+_to_stored = jax.jit(to_stored, static_argnames="placement")
+
+
 class Setup(NamedTuple):
     """Model and optimizer of a configuration, described without computing anything."""
 
@@ -83,10 +87,10 @@ class Setup(NamedTuple):
         """A state, or its parameters, as a checkpoint has it."""
         if self.placement.plan is None:
             return state
-        return jax.jit(partial(to_stored, placement=self.placement))(state)
+        return _to_stored(state, placement=self.placement)
 
     def to_training(self, state: step_lib.TrainState) -> step_lib.TrainState:
-        """The state of a checkpoint as it is trained. It is used up."""
+        """The state of a checkpoint as it is trained."""
         if self.placement.plan is None:
             return state
         change = jax.jit(

@@ -23,6 +23,7 @@ from train.cost import (
     refused_memory,
 )
 from train.placement import batch_sharding
+from train.plan_report import print_report
 from train.setup import abstract_setup
 from train.topology import CHIPS, GPUS_IN_A_NODE, parse_topology
 
@@ -270,7 +271,7 @@ def test_plans_a_pipeline_and_counts_what_it_exchanges(tmp_path, capsys, describ
     )
     assert 0 < report["flops"]["model"] < report["flops"]["program"]
     assert report["memory"]["excess"] == 0
-    plan_lib.print_report(report)
+    print_report(report)
     shown = capsys.readouterr().out
     assert "a step takes at least" in shown and "not timed" in shown
 

@@ -96,12 +96,25 @@ def memory_of(compiled: Any, capacity: int) -> Memory:
 
 
 def refused_memory(message: str) -> tuple[float, float] | None:
-    """Bytes used and available where the compiler gave up for want of memory; None elsewhere."""
-    match = re.search(r"[Uu]sed ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", message)
-    if match is None:
-        return None
+    """Bytes wanted, at least, and available where a compiler gave up for want of memory.
+
+    Args:
+        message: Of the compiler's error.
+
+    Returns:
+        None where it is about something else.
+    """
+    size = r"([\d.]+)([KMGT])"
+    patterns = (
+        rf"temporaries \({size}\) exceeds available HBM \({size}\)",
+        rf"[Uu]sed {size} of {size} hbm",
+    )
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    return float(match[1]) * units[match[2]], float(match[3]) * units[match[4]]
+    for pattern in patterns:
+        if match := re.search(pattern, message):
+            wanted, available = (float(match[i]) * units[match[i + 1]] for i in (1, 3))
+            return wanted, available
+    return None
 
 
 def count_by_kind(collectives: list[Collective]) -> list[dict[str, Any]]:

@@ -129,7 +129,7 @@ def plan(config: Config, topology: Topology, show: Callable[[str], None]) -> dic
             refused = refused_memory(str(error))
             if refused is None:
                 raise
-            raise DoesNotFitError(_too_much(config, topology, *refused)) from error
+            raise DoesNotFitError(_too_much(config, topology, *refused, "at least ")) from error
         seconds = time.perf_counter() - start
 
     show("counting")
@@ -223,7 +223,9 @@ def _check_state(config: Config, topology: Topology, setup: Setup, capacity: int
         )
 
 
-def _too_much(config: Config, topology: Topology, used: float, capacity: float) -> str:
+def _too_much(
+    config: Config, topology: Topology, used: float, capacity: float, least: str = ""
+) -> str:
     mesh = config.mesh
     pipelined = mesh.stage > 1
     knobs = [
@@ -240,7 +242,7 @@ def _too_much(config: Config, topology: Topology, used: float, capacity: float) 
         knobs.append(f"more optimizer.accumulate (now {config.optimizer.accumulate})")
     knobs.append(f"a smaller batch_size (now {config.batch_size}) or context ({config.context})")
     return (
-        f"a device of {topology.name} has {gib(capacity)} and the step takes {gib(used)},"
+        f"a device of {topology.name} has {gib(capacity)} and the step takes {least}{gib(used)},"
         f" {gib(used - capacity)} too much; what helps: {'; '.join(knobs)}"
     )
 

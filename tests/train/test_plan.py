@@ -187,6 +187,11 @@ def test_memory_of_a_donated_state_counts_it_once():
 
 def test_what_a_compiler_says_of_too_little_memory_is_read():
     message = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
+        " required for HLO temporaries (102.62G) exceeds available HBM (15.75G). HLO module: jit_f."
+    )
+    assert refused_memory(message) == (102.62 * 2**30, 15.75 * 2**30)
+    message = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space"
         " hbm. Used 23.45G of 15.75G hbm. Exceeded hbm capacity by 7.70G."
     )

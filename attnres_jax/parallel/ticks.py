@@ -187,7 +187,7 @@ def backward_tick(
     dvalues += read_rows(rows, here.slot, payload.padding, payload.num_sources)
     rows = write_rows(rows, here.slot, jnp.int32(payload.padding), dvalues, here.is_active)
     window = read_rows(rows, here.slot, here.before - 1, payload.window)
-    # Else the compiler reads the window again where it is used, and keeps a copy of all rows for it.
+    # Else the compiler reads the window again where it is used, from a copy of all the rows.
     window, rows = jax.lax.optimization_barrier((window, rows))
     rows = write_rows(rows, here.slot, here.before - 1, jnp.zeros_like(window), here.is_active)
     dembedding = jnp.where(

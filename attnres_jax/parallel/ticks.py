@@ -187,6 +187,8 @@ def backward_tick(
     dvalues += read_rows(rows, here.slot, payload.padding, payload.num_sources)
     rows = write_rows(rows, here.slot, jnp.int32(payload.padding), dvalues, here.is_active)
     window = read_rows(rows, here.slot, here.before - 1, payload.window)
+    # Else the compiler reads the window again where it is used, from a copy of all the rows.
+    window, rows = jax.lax.optimization_barrier((window, rows))
     rows = write_rows(rows, here.slot, here.before - 1, jnp.zeros_like(window), here.is_active)
     dembedding = jnp.where(
         here.is_first & here.is_active, window[-1], gradients.x_mbtd[here.microbatch]

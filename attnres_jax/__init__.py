@@ -2,7 +2,8 @@
 
 Axis letters, used as suffixes of array names (`queries_sd` is `[s, d]`) and in einsum strings:
     b batch, t time, d width, n sources, s reads of a block, l sub-layers,
-    h heads, k head width, g key-value heads, f feed-forward width, v vocabulary
+    h heads, k head width, g key-value heads, f feed-forward width, v vocabulary,
+    p pipeline stages, c chunks of a stage, m microbatches
 """
 
 from attnres_jax.diagnostics import Diagnostics as Diagnostics

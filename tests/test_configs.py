@@ -10,7 +10,7 @@ from train.cli import load_config
 CONFIGS = sorted(
     path
     for path in (pathlib.Path(__file__).parent.parent / "configs").glob("*.py")
-    if path.stem not in ("__init__", "scaling")
+    if path.stem not in ("__init__", "dense_7b", "scaling")
 )
 
 

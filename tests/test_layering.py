@@ -4,10 +4,12 @@ import ast
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 import attnres_jax
+import attnres_jax.parallel
 
 ROOT = pathlib.Path(__file__).parent.parent
 OWN_PACKAGES = {"attnres_jax", "pallas_kernels", "train", "configs", "benchmarks", "tests"}
@@ -75,6 +77,13 @@ RULES = {
     "attnres_jax/diagnostics": only(
         "attnres_jax.diagnostics", "attnres_jax.models", "attnres_jax.ops"
     ),
+    "attnres_jax/parallel": only(
+        "attnres_jax.parallel", "attnres_jax.models", "attnres_jax.modules", "attnres_jax.ops"
+    ),
+    **{
+        f"attnres_jax/parallel/{name}.py": only("attnres_jax.parallel", never=("jax", "numpy"))
+        for name in ("partition", "schedules", "cross_stage", "tables", "errors")
+    },
     "attnres_jax": only(
         "attnres_jax", "pallas_kernels", never=(*HEAVY_PACKAGES, "numpy.testing", "pytest")
     ),
@@ -86,15 +95,18 @@ def test_imports_flow_from_kernels_to_models(folder):
     assert offending(folder, RULES[folder]) == []
 
 
-PUBLIC_NAMES = {f"attnres_jax.{name}" for name in vars(attnres_jax) if not name.startswith("_")}
-SUBPACKAGES = {
-    f"attnres_jax.{path.stem}" for path in (ROOT / "attnres_jax").iterdir() if path.stem[0] != "_"
+PACKAGES = (attnres_jax, attnres_jax.parallel)
+PUBLIC_NAMES = {
+    f"{package.__name__}.{name}"
+    for package in PACKAGES
+    for name, value in vars(package).items()
+    if not name.startswith("_") and not isinstance(value, types.ModuleType)
 }
 
 
 def is_public(name: str) -> bool:
-    """`import attnres_jax`, or a name from it that is not one of its modules."""
-    return name == "attnres_jax" or name in PUBLIC_NAMES - SUBPACKAGES
+    """`import attnres_jax` or its parallel, or a name from them that is not a module."""
+    return name in {package.__name__ for package in PACKAGES} | PUBLIC_NAMES
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import sys
 
 from train.cli import main
+from train.distributed import join
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], join))

@@ -37,7 +37,9 @@ def _message(box: str) -> str:
     lines = [line.strip("│ ") for line in box.splitlines()]
     rules = [i for i, line in enumerate(lines) if set(line) <= set("─╭╮╰╯")] or [len(lines)]
     what = " ".join(lines[1 : rules[0]]) or " ".join(lines)
-    what = what.removeprefix("Error parsing run.")  # Where the command line keeps a Config.
+    # The command line keeps a Config in `run`, and some parts begin their messages with their name.
+    what = re.sub(r"^Error parsing (run\.|run: )?", "", what)
+    what = re.sub(r"^(\w+): (?=\1[.:])", "", what)
     if "Perhaps you meant:" not in lines:
         return what
     offered = lines[lines.index("Perhaps you meant:") :]

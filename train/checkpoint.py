@@ -13,9 +13,9 @@ import shutil
 import sys
 from typing import Any
 
-import grain.checkpoint
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from train.config import Config, to_json
 from train.step import TrainState
@@ -43,7 +43,8 @@ MAY_CHANGE = frozenset(
     }
 )
 """Settings that a resumed run may change: they alter neither shapes nor what is computed, except
-`steps`, which stretches the schedule of a run that is prolonged."""
+`steps`, which stretches the schedule of a run that is prolonged. So may all of `mesh` and
+`pipeline`, which alter the order of sums and so the rounding."""
 
 
 class MismatchError(ValueError):
@@ -80,7 +81,7 @@ class Checkpoints:
             )
         handlers: dict[str, Any] = {
             "state": ocp.StandardCheckpointHandler(),
-            "batches": grain.checkpoint.CheckpointHandler(),
+            "batches": ocp.JsonCheckpointHandler(),
             "config": ocp.JsonCheckpointHandler(),
         }
         return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
@@ -96,8 +97,8 @@ class Checkpoints:
 
         Args:
             step: Batches seen.
-            state: The state after them.
-            batches: The iterator, which has given exactly so many batches.
+            state: The state after them, in layer order.
+            batches: What has given exactly so many batches; has `get_state`.
             description: From `describe`.
 
         Raises:
@@ -105,7 +106,7 @@ class Checkpoints:
         """
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            batches=grain.checkpoint.CheckpointSave(batches),
+            batches=ocp.args.JsonSave(batches.get_state()),
             config=ocp.args.JsonSave(description),
         )
         try:
@@ -148,8 +149,9 @@ class Checkpoints:
         """Restores the newest checkpoint that can be read, and the position of the data.
 
         Args:
-            template: Shapes, dtypes and shardings of the state, which the checkpoint must have.
-            batches: The iterator to put in place; None leaves the data out.
+            template: Shapes and dtypes of the state, which the checkpoint must have, and shardings,
+                which need not be those of the run that saved it.
+            batches: What to put in place by `set_state`; None leaves the data out.
 
         Returns:
             The state, or None if there is no checkpoint at all.
@@ -165,8 +167,10 @@ class Checkpoints:
                 self._check_leaves(step, template)
                 items: dict[str, Any] = {"state": ocp.args.StandardRestore(template)}
                 if batches is not None:
-                    items["batches"] = grain.checkpoint.CheckpointRestore(batches)
-                state = self._manager.restore(step, args=ocp.args.Composite(**items))["state"]
+                    items["batches"] = ocp.args.JsonRestore()
+                restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+                if batches is not None:
+                    batches.set_state(restored["batches"])
             except MismatchError:
                 raise
             except Exception as error:
@@ -179,7 +183,7 @@ class Checkpoints:
                 )
                 continue
             self._move_aside(unreadable)
-            return state
+            return restored["state"]
         if unreadable:
             raise CheckpointError(
                 f"none of the checkpoints {unreadable} in {self._directory} is readable"
@@ -211,6 +215,8 @@ class Checkpoints:
             for step in steps:
                 shutil.rmtree(aside / str(step), ignore_errors=True)
                 (self._directory / str(step)).rename(aside / str(step))
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("moved aside")
         self._manager = self._open()
 
 
@@ -269,10 +275,14 @@ def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
         differing = [
             f"{name}: {before.get(name, 'absent')!r} there, {after.get(name, 'absent')!r} now"
             for name in sorted(before.keys() | after.keys())
-            if name not in MAY_CHANGE and before.get(name, absent) != after.get(name, absent)
+            if not _may_change(name) and before.get(name, absent) != after.get(name, absent)
         ]
         if differing:
             raise MismatchError(f"{workdir} holds another run ({'; '.join(differing)}): {way_out}")
+
+
+def _may_change(name: str) -> bool:
+    return name in MAY_CHANGE or name.startswith(("mesh.", "pipeline."))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

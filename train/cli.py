@@ -15,7 +15,7 @@ import runpy
 import shlex
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import rich.console
@@ -24,6 +24,7 @@ import tyro
 from train.arguments import read_arguments
 from train.checkpoint import CheckpointError
 from train.config import Config
+from train.distributed import DistributedConfig
 from train.loop import NonFiniteError, prepare, train
 from train.optimizer import parameter_table
 from train.setup import abstract_setup
@@ -37,6 +38,7 @@ class CommandLine:
     """Python file whose get_config() gives a train.config.Config, such as configs/quickstart.py."""
     print_parameter_groups: bool = False
     """List shape, optimizer group, update rule and decay of every parameter, and exit."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     run: Annotated[Config, tyro.conf.arg(name="")]
 
 
@@ -45,11 +47,14 @@ class _ConfigOption:
     config: pathlib.Path | None = None
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(
+    arguments: Sequence[str], join: Callable[[DistributedConfig], None] = lambda config: None
+) -> int:
     """Runs the command line and returns the exit code.
 
     Args:
         arguments: Those after `python -m train`.
+        join: Brings the processes of the run together; by default this one trains alone.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", force=True)
     # Orbax logs housekeeping as warnings, and errors that it also raises with their tracebacks.
@@ -57,9 +62,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         command_line = parse(arguments)
         if command_line.print_parameter_groups:
-            params = abstract_setup(command_line.run).template.params
+            params = abstract_setup(command_line.run).stored.params
             rich.console.Console().print(parameter_table(params, command_line.run.optimizer))
             return 0
+        join(command_line.distributed)
         run = prepare(command_line.run)
     except (ValueError, NotImplementedError) as error:
         return _fail(error, 2)
@@ -80,7 +86,22 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         ValueError: There is no usable config file, or a setting is refused.
         SystemExit: Help was asked for.
     """
-    prog = "python -m train"
+    return parse_run(CommandLine, arguments, prog="python -m train")
+
+
+def parse_run(command_line: Any, arguments: Sequence[str], *, prog: str, **required: Any) -> Any:
+    """The same for any command line that has a config file and overrides the run in it.
+
+    Args:
+        command_line: A dataclass with fields `config` and `run`.
+        arguments: Words of the command line.
+        prog: What to call it in help texts.
+        **required: Its other fields that have no default.
+
+    Raises:
+        ValueError: There is no usable config file, or a setting is refused.
+        SystemExit: Help was asked for.
+    """
     # The file gives the defaults of every other option, so its name has to be known first.
     option, _ = read_arguments(
         _ConfigOption, arguments, prog=prog, add_help=False, return_unknown_args=True
@@ -93,9 +114,9 @@ def parse(arguments: Sequence[str]) -> CommandLine:
             raise ValueError(
                 f"--config=configs/NAME.py is missing{hint}; --help lists every setting"
             )
-        return read_arguments(CommandLine, arguments, prog=prog)
-    default = CommandLine(config=option.config, run=load_config(option.config))
-    return read_arguments(CommandLine, arguments, default=default, prog=prog)
+        return read_arguments(command_line, arguments, prog=prog)
+    default = command_line(config=option.config, run=load_config(option.config), **required)
+    return read_arguments(command_line, arguments, default=default, prog=prog)
 
 
 def load_config(path: pathlib.Path) -> Config:

@@ -7,6 +7,7 @@ import typing
 from typing import Any, Literal
 
 from attnres_jax import ModelConfig
+from attnres_jax.parallel import MeshConfig, PipelineConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class DataConfig:
     """Processes that read and tokenise documents; 0 does it in this one."""
     prefetch: int = 4
     """Batches kept ready ahead of the step."""
+    shards: int = 1
+    """Streams of documents that a batch is made of, in equal parts; must divide the batch size. A
+    process reads and tokenises only those that it trains on: with several processes, set as many as
+    replicas (mesh.data times mesh.fsdp). Part of what makes a run the same run."""
 
     def __post_init__(self) -> None:
         _check_types(self, "data.")
@@ -48,7 +53,7 @@ class DataConfig:
             self.validation_fraction,
             "must be between 0 and 1, both excluded",
         )
-        _require_at_least(self, "data.", 1, "max_document_bytes", "prefetch")
+        _require_at_least(self, "data.", 1, "max_document_bytes", "prefetch", "shards")
         _require_at_least(self, "data.", 0, "workers")
 
 
@@ -116,6 +121,10 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     diagnostics: DiagnosticsConfig = dataclasses.field(default_factory=DiagnosticsConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """Devices along each axis; a resumed run may have another."""
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    """How a batch goes through the stages; without effect where mesh.stage is 1."""
     workdir: str
     """Folder for the resolved config, metrics and checkpoints; a run found there is resumed."""
     retrofit_from: str = ""
@@ -164,6 +173,12 @@ class Config:
             self.optimizer.accumulate,
             f"must divide batch_size ({self.batch_size})",
         )
+        _require(
+            self.batch_size % self.data.shards == 0,
+            "data.shards",
+            self.data.shards,
+            f"must divide batch_size ({self.batch_size})",
+        )
         warmup, decay = self.optimizer.warmup_steps, 0
         if self.optimizer.schedule == "wsd":
             decay = round(self.optimizer.decay_fraction * self.steps)
@@ -197,6 +212,8 @@ def from_json(values: dict[str, Any]) -> Config:
                 "data": DataConfig(**data),
                 "optimizer": OptimizerConfig(**values["optimizer"]),
                 "diagnostics": DiagnosticsConfig(**values["diagnostics"]),
+                "mesh": MeshConfig(**values["mesh"]),
+                "pipeline": PipelineConfig(**values["pipeline"]),
             }
         )
     except (KeyError, TypeError) as error:

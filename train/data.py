@@ -98,9 +98,9 @@ def train_batches(
     """Gives endless batches {"tokens": int32 [batch_size, context + 1]}.
 
     The model reads `tokens[:, :-1]` and predicts `tokens[:, 1:]`. The state (`get_state`,
-    `set_state`; JSON, so `grain.checkpoint.CheckpointSave` and `CheckpointRestore` take the
-    iterator) belongs to the same documents, tokenizer and arguments, and to the same
-    `config.workers`. Call `close` on the iterator when done: it stops threads and processes.
+    `set_state`; values that JSON has) belongs to the same documents, tokenizer and arguments, and
+    to the same `config.workers`. Call `close` on the iterator when done: it stops threads and
+    processes.
 
     Args:
         documents: From `load_documents`.
@@ -109,7 +109,7 @@ def train_batches(
         batch_size: Sequences in a batch of this shard.
         context: Tokens that are predicted in a sequence.
         seed: Of the order of documents, below 2**32.
-        shard_index: Which share of the documents to read, usually the process's index.
+        shard_index: Which share of the documents to read.
         shard_count: Into how many shares the documents are divided; no document is in two.
 
     Raises:
@@ -118,7 +118,7 @@ def train_batches(
     if len(documents.train) < shard_count:
         raise DataError(
             f"{len(documents.train)} training documents cannot be shared among {shard_count} "
-            "processes; make shorter documents with data.max_document_bytes, or use fewer processes"
+            "shards; make shorter documents with data.max_document_bytes, or lower data.shards"
         )
     available = 0
     for index in documents.train.tolist():
@@ -158,11 +158,10 @@ class Validation:
 
     Attributes:
         batches: {"tokens": int32 [batch_size, context + 1], "weights": float32 [batch_size,
-            context]}. The weight is 1 for a token to be predicted and 0 for padding. All shards
-            have equally many batches.
-        tokens: Predicted tokens in the batches of all shards together.
+            context]}. The weight is 1 for a token to be predicted and 0 for padding.
+        tokens: Predicted tokens in all batches.
         bytes: UTF-8 bytes that those tokens stand for, the end of a document for none. Bits per
-            byte are the summed loss of all shards in nats / ln 2 / bytes.
+            byte are the summed loss in nats / ln 2 / bytes.
     """
 
     batches: list[dict[str, np.ndarray]]
@@ -177,8 +176,6 @@ def validation_batches(
     batch_size: int,
     context: int,
     max_tokens: int,
-    shard_index: int = 0,
-    shard_count: int = 1,
 ) -> Validation:
     """Gives the first `max_tokens` held-out tokens, each predicted exactly once.
 
@@ -188,11 +185,9 @@ def validation_batches(
     Args:
         documents: From `load_documents`.
         tokenizer: That of `load_documents`.
-        batch_size: Sequences in a batch of this shard.
+        batch_size: Sequences in a batch.
         context: Tokens that are predicted in a sequence.
-        max_tokens: Predicted tokens at most, over all shards.
-        shard_index: Which share of every evaluation batch to give.
-        shard_count: Into how many shares every evaluation batch is divided.
+        max_tokens: Predicted tokens at most.
 
     Raises:
         DataError: `max_tokens` is below 1.
@@ -208,20 +203,16 @@ def validation_batches(
     count = min(count, max_tokens)
     predicted = np.concatenate(parts)[1 : count + 1]
 
-    rows_per_batch = batch_size * shard_count
-    batch_count = -(-count // (rows_per_batch * context))
-    rows = batch_count * rows_per_batch
+    batch_count = -(-count // (batch_size * context))
+    rows = batch_count * batch_size
     stream = np.full(rows * context + 1, tokenizer.end_of_document, np.int32)
     stream[1 : count + 1] = predicted
     windows = np.lib.stride_tricks.sliding_window_view(stream, context + 1)[::context]
-    windows = windows.reshape(batch_count, shard_count, batch_size, context + 1)
+    windows = windows.reshape(batch_count, batch_size, context + 1)
     weights = (np.arange(rows * context) < count).astype(np.float32)
-    weights = weights.reshape(batch_count, shard_count, batch_size, context)
+    weights = weights.reshape(batch_count, batch_size, context)
     return Validation(
-        batches=[
-            {"tokens": windows[i, shard_index].copy(), "weights": weights[i, shard_index]}
-            for i in range(batch_count)
-        ],
+        batches=[{"tokens": windows[i].copy(), "weights": weights[i]} for i in range(batch_count)],
         tokens=count,
         bytes=int(tokenizer.token_bytes[predicted].sum()),
     )

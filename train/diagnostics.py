@@ -21,13 +21,17 @@ _DIGITS = 5
 
 
 def make_diagnostics_step(
-    graphdef: Any, mesh: jax.sharding.Mesh
+    graphdef: Any,
+    mesh: jax.sharding.Mesh,
+    *,
+    to_layer_order: Callable[[Any], Any] = lambda params: params,
 ) -> Callable[[Any, dict[str, jax.Array]], Diagnostics]:
     """Builds the compiled measurement of a batch of held-out text.
 
     Args:
         graphdef: From `nnx.split(model, nnx.Param)`.
         mesh: Splits the batch.
+        to_layer_order: Applied to the parameters first.
 
     Returns:
         `diagnostics_step(params, batch)` for a batch of "tokens", int32 `[B, T + 1]`, and
@@ -35,7 +39,7 @@ def make_diagnostics_step(
     """
 
     def diagnostics_step(params: Any, batch: dict[str, jax.Array]) -> Diagnostics:
-        model = nnx.merge(graphdef, params)
+        model = nnx.merge(graphdef, to_layer_order(params))
         return diagnose(model, batch["tokens"], weights_bt=batch["weights"])
 
     return jax.jit(diagnostics_step, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import rich.console
-from flax import nnx
+from jax.experimental import multihost_utils
 
 from train import metrics as metrics_lib
 from train import step as step_lib
@@ -22,10 +22,12 @@ from train.data import (
     train_batches,
     validation_batches,
 )
-from train.diagnostics import DiagnosticsWriter, first_sequences, make_diagnostics_step
+from train.diagnostics import DiagnosticsWriter, first_sequences
 from train.generate import generate
+from train.placement import batch_sharding
 from train.setup import Setup, abstract_setup, check_retrofit, first_state
 from train.signals import StopSignals, stopping_everywhere
+from train.streams import Batches, needed_streams, to_devices
 from train.tokenizer import load_tokenizer
 
 
@@ -41,6 +43,8 @@ class Run(NamedTuple):
     batches: Any
     validation: Validation
     description: dict[str, Any]
+    train_step: Any
+    evaluation_step: Any
 
 
 def prepare(config: Config) -> Run:
@@ -50,25 +54,32 @@ def prepare(config: Config) -> Run:
         ValueError: A setting, the data or the workdir cannot be used; the message is one line.
     """
     setup = abstract_setup(config)
-    num_devices = setup.mesh.size
-    microbatch = config.batch_size // config.optimizer.accumulate
-    if microbatch % num_devices:
-        raise ValueError(
-            f"batch_size / optimizer.accumulate: {microbatch} sequences cannot be shared by"
-            f" {num_devices} devices; make it a multiple of {num_devices}"
-        )
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     documents = load_documents(config.data, tokenizer)
-    share = {
-        "batch_size": config.batch_size // jax.process_count(),
-        "context": config.context,
-        "shard_index": jax.process_index(),
-        "shard_count": jax.process_count(),
-    }
-    batches = train_batches(documents, config.data, tokenizer, seed=config.seed, **share)
+    shards = config.data.shards
+
+    def open_stream(number: int) -> Any:
+        return train_batches(
+            documents,
+            config.data,
+            tokenizer,
+            batch_size=config.batch_size // shards,
+            context=config.context,
+            seed=config.seed,
+            shard_index=number,
+            shard_count=shards,
+        )
+
+    sharding = batch_sharding(setup.mesh)
+    numbers = needed_streams(sharding, config.batch_size, shards)
+    batches = Batches(open_stream, shards, numbers)
     validation = validation_batches(
-        documents, tokenizer, max_tokens=config.evaluation_tokens, **share
+        documents,
+        tokenizer,
+        batch_size=config.batch_size,
+        context=config.context,
+        max_tokens=config.evaluation_tokens,
     )
 
     description = describe(config, documents.counts)
@@ -82,13 +93,13 @@ def prepare(config: Config) -> Run:
         check_same_run(saved, description)
 
     # Tracing says now, not after the folder is made, what the model cannot do here.
-    tokens_bt = jax.ShapeDtypeStruct((config.batch_size, config.context), np.int32)
-    jax.eval_shape(
-        lambda params, tokens_bt: nnx.merge(setup.graphdef, params)(tokens_bt),
-        setup.template.params,
-        tokens_bt,
-    )
-    return Run(config, setup, batches, validation, description)
+    train_step = setup.make_train_step(config.optimizer.accumulate)
+    evaluation_step = setup.make_evaluation_step()
+    tokens_bt = jax.ShapeDtypeStruct((config.batch_size, config.context + 1), np.int32)
+    with jax.set_mesh(setup.mesh):
+        jax.eval_shape(train_step, setup.template, {"tokens": tokens_bt})
+        jax.eval_shape(evaluation_step, setup.template.params, validation.batches[0])
+    return Run(config, setup, batches, validation, description, train_step, evaluation_step)
 
 
 def train(run: Run, command: str) -> int:
@@ -112,10 +123,13 @@ def train(run: Run, command: str) -> int:
 
     # ------------------------------------------------------------------- restore or initialise
     checkpoints = Checkpoints(workdir, config.keep_checkpoints)
-    state = checkpoints.restore(setup.template, batches)
+    stored = checkpoints.restore(setup.stored, batches)
     added = []
-    if state is None:
+    if stored is None:
         state, added = first_state(config, setup)
+    else:
+        state = setup.to_training(stored)
+        del stored  # Its memory is needed.
     step = int(state.step)
     evaluated = any(
         line["step"] == step and "validation/loss" in line
@@ -140,11 +154,12 @@ def train(run: Run, command: str) -> int:
     if step:
         display.print(f"continuing {workdir} after step {step}")
     else:
-        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(setup.stored.params))
         counts = {f"data/{name}": count for name, count in run.description["data"].items()}
         writer.write(0, counts | {"parameters": num_parameters})
         display.print(
             f"{num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}"
+            f"{_sizes(mesh)}"
         )
         if added:
             display.print(f"weights from {config.retrofit_from}; new: {', '.join(added)}")
@@ -167,7 +182,7 @@ def train(run: Run, command: str) -> int:
     def evaluate(params: step_lib.Params) -> None:
         """Evaluates and records, unless told to stop meanwhile."""
         with clock.paused():
-            values = _evaluate(run, evaluation_step, params, stop)
+            values = _evaluate(run, params, stop)
         if values is not None:
             writer.write(step, values)
             display.print(
@@ -181,15 +196,11 @@ def train(run: Run, command: str) -> int:
             diagnostics.write(step, diagnostics_step(params, sequences))
 
     # -------------------------------------------------------------------------- train
-    train_step = step_lib.make_train_step(
-        setup.graphdef, setup.optimizer, setup.schedule, mesh, config.optimizer.accumulate
-    )
-    evaluation_step = step_lib.make_evaluation_step(setup.graphdef, mesh)
-    diagnostics_step = make_diagnostics_step(setup.graphdef, mesh)
-    of_process = mesh.size // jax.process_count()
-    sequences = step_lib.to_devices(
-        first_sequences(run.validation.batches[0], config.diagnostics.sequences, of_process), mesh
-    )
+    sharding = batch_sharding(mesh)
+    diagnostics_step = setup.make_diagnostics_step()
+    multiple = mesh.shape["data"] * mesh.shape["fsdp"]
+    few = first_sequences(run.validation.batches[0], config.diagnostics.sequences, multiple)
+    sequences = to_devices(few, sharding)
     in_flight = None
     stop = StopSignals()
     try:
@@ -201,8 +212,8 @@ def train(run: Run, command: str) -> int:
                 measure(state.params)
             compiling = True
             while step < config.steps:
-                batch = step_lib.to_devices(next(batches), mesh)
-                state, metrics = train_step(state, batch)
+                batch = to_devices(next(batches), sharding)
+                state, metrics = run.train_step(state, batch)
                 step += 1
                 if in_flight is not None:
                     finish_step(*in_flight)
@@ -213,7 +224,7 @@ def train(run: Run, command: str) -> int:
                     clock.restart()
                 checkpoints.check()
 
-                stopping = stopping_everywhere(stop)
+                stopping = stopping_everywhere(stop, step)
                 save = step % config.checkpoint_every == 0 or step == config.steps or stopping
                 measuring = _diagnostics_due(config, step)
                 if not (save or measuring or _evaluation_due(config, step)):
@@ -226,10 +237,10 @@ def train(run: Run, command: str) -> int:
                     measure(state.params)
                 if _evaluation_due(config, step) and not stopping:
                     evaluate(state.params)
-                    stopping = stopping_everywhere(stop)
+                    stopping = stop.number is not None
                 if save or stopping:
                     with clock.paused():
-                        checkpoints.save(step, state, batches, run.description)
+                        checkpoints.save(step, setup.to_stored(state), batches, run.description)
                 if stopping:
                     break
     finally:
@@ -239,7 +250,7 @@ def train(run: Run, command: str) -> int:
         checkpoints.close()
 
     # -------------------------------------------------------------------------- finish
-    if step == config.steps and jax.process_index() == 0:
+    if step == config.steps:
         _show_what_it_learned(config, setup, state.params, workdir)
     display.print(f"step {step} of {config.steps} is saved in {workdir}")
     display.print(f"sample:    python -m train.sample --workdir={shlex.quote(str(workdir))}")
@@ -251,14 +262,18 @@ def train(run: Run, command: str) -> int:
 def _show_what_it_learned(
     config: Config, setup: Setup, params: step_lib.Params, workdir: pathlib.Path
 ) -> None:
+    is_first = jax.process_index() == 0
     table = metrics_lib.depth_table(metrics_lib.read_metrics(workdir))
-    if table is not None:
+    if table is not None and is_first:
         rich.console.Console().print(table)
     if config.sample_tokens:
+        params = _fetch(setup.to_stored(params))
+        if not is_first:
+            return
         tokenizer = load_tokenizer(config.data.tokenizer)
         pieces = generate(
             setup.graphdef,
-            jax.device_get(params),
+            params,
             tokenizer,
             context=config.context,
             tokens=config.sample_tokens,
@@ -296,16 +311,31 @@ def _handle_non_finite(
         )
 
 
-def _evaluate(
-    run: Run, evaluation_step: Any, params: Any, stop: StopSignals
-) -> dict[str, float] | None:
+def _evaluate(run: Run, params: Any, stop: StopSignals) -> dict[str, float] | None:
     """Evaluates all held-out batches, or gives up and returns None when told to stop."""
     totals: dict[str, np.ndarray] = {}
+    sharding = batch_sharding(run.setup.mesh)
     for batch in run.validation.batches:
-        # Processes must stay in step with each other, so only a lone one may leave early.
-        if stop.number is not None and jax.process_count() == 1:
+        if stop.number is not None:  # Never so in several processes, which must stay in step.
             return None
-        sums = jax.device_get(evaluation_step(params, step_lib.to_devices(batch, run.setup.mesh)))
+        sums = jax.device_get(run.evaluation_step(params, to_devices(batch, sharding)))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0) + value.astype(np.float64)
-    return metrics_lib.evaluation_metrics(totals, run.validation.bytes, jax.device_get(params))
+    vectors = {name: params[name] for name in ("reads", "final_read") if name in params}
+    return metrics_lib.evaluation_metrics(
+        totals, run.validation.bytes, _fetch(run.setup.to_stored(vectors))
+    )
+
+
+def _fetch(tree: Any) -> Any:
+    """Copies global arrays into the memory of every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def _sizes(mesh: jax.sharding.Mesh) -> str:
+    """Says what is not plain: axes that split anything, and several processes."""
+    axes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
+    several = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f" ({', '.join(axes)}{several})" if axes else ""

@@ -93,7 +93,7 @@ def evaluation_metrics(
     Args:
         sums: From the evaluation step, added up over batches.
         num_bytes: Bytes of text that the weighted tokens stand for.
-        params: Nested dict of parameters, for the norms of the pseudo-queries.
+        params: Nested dict of parameters in layer order, for the norms of the pseudo-queries.
 
     Returns:
         Flat names and finite values where the model's are. Reads are numbered from 00, the final

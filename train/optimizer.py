@@ -157,13 +157,17 @@ def _group(names: tuple[str, ...]) -> str:
 
 
 def _matrix_axes(path: tuple[Any, ...], kernel: jax.Array) -> tuple[tuple[int, ...], ...]:
-    """The axes that a kernel sums over and those that it writes; axis 0 counts layers.
+    """The axes that a kernel sums over and those that it writes.
 
-    An output projection sums over heads and their width, `[layers, h, k, d]`; every other kernel
-    sums over one axis.
+    An output projection sums over heads and their width, `[h, k, d]`; every other kernel sums over
+    one axis. The axes before those count layers: one, or three in pipeline layout.
     """
-    num_inputs = 2 if _names(path)[-1] == "output_kernel" else 1
-    return tuple(range(1, 1 + num_inputs)), tuple(range(1 + num_inputs, kernel.ndim))
+    name = _names(path)[-1]
+    num_inputs = 2 if name == "output_kernel" else 1
+    num_axes = 2 if name in ("gate_kernel", "up_kernel", "down_kernel") else 3
+    first = kernel.ndim - num_axes
+    middle = first + num_inputs
+    return tuple(range(first, middle)), tuple(range(middle, kernel.ndim))
 
 
 def _dimension_numbers(updates: Any) -> Any:

@@ -1,7 +1,8 @@
 """One optimizer update and one evaluation, as pure functions of a state and a batch.
 
-The state is replicated over a mesh of one axis, "data", and the batch is split over it, so that
-gradients are summed across devices and processes by the compiler. On one device nothing changes.
+Both are compiled for a mesh, with the shardings of everything that goes in and comes out. On a
+single stage the compiler splits the work and places the sums from those; several stages run the
+pipeline. On one device nothing changes.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from attnres_jax.parallel import Plan, make_loss
 from train.loss import cross_entropy
+from train.placement import batch_axes, batch_sharding, whole_vectors
 
 Params = Any
 Metrics = dict[str, jax.Array]
@@ -34,20 +37,6 @@ class TrainState(NamedTuple):
     """int32: how many of the latest batches were skipped without a good one between."""
 
 
-def data_mesh() -> jax.sharding.Mesh:
-    """All devices of all processes on one axis, "data"."""
-    # Automatic axes let the compiler place the sums; explicit ones would put shardings into types.
-    return jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
-
-
-def to_devices(batch: dict[str, Any], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Joins the rows that each process has into global arrays split over the mesh."""
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    return {
-        name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
-    }
-
-
 def initial_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step; called inside `jax.jit`, no two leaves are one buffer."""
     zero = jnp.zeros((), jnp.int32)
@@ -58,8 +47,11 @@ def make_train_step(
     graphdef: Any,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
     accumulate: int = 1,
+    *,
+    plan: Plan | None = None,
+    state_shardings: Any = None,
 ) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
     """Builds the compiled step. Donates the state: use the returned one afterwards.
 
@@ -72,27 +64,22 @@ def make_train_step(
         graphdef: From `nnx.split(model, nnx.Param)`.
         optimizer: The update rule.
         schedule: Learning rate by number of updates, for the metrics.
-        mesh: From `data_mesh`.
-        accumulate: Microbatches whose gradients are averaged, in float32.
+        mesh: Splits the batch over its axes "data" and "fsdp".
+        accumulate: Parts of the batch whose gradients are averaged, in float32.
+        plan: Of the pipeline that computes the loss, whose parameters are in pipeline layout; None
+            runs the model as it is.
+        state_shardings: Of the state, going in and coming out; None has it whole on every device.
 
     Returns:
         `train_step(state, batch) -> (state, metrics)`; the batch holds "tokens", int32
         `[B, T + 1]`, and the metrics are scalars.
     """
-
-    def loss_fn(params: Params, tokens_bt: jax.Array) -> jax.Array:
-        logits_btv = nnx.merge(graphdef, params)(tokens_bt[:, :-1])
-        nats, weight = cross_entropy(logits_btv, tokens_bt[:, 1:])
-        return nats / weight
+    loss_fn = _model_loss(graphdef, mesh) if plan is None else _pipeline_loss(plan)
 
     def loss_and_gradients(params: Params, tokens_bt: jax.Array) -> tuple[jax.Array, Params]:
         if accumulate == 1:
             return jax.value_and_grad(loss_fn)(params, tokens_bt)
-        # Row r goes to microbatch r % M, so that every device keeps the rows that it has.
-        tokens_mbt = tokens_bt.reshape(-1, accumulate, tokens_bt.shape[-1]).swapaxes(0, 1)
-        tokens_mbt = jax.lax.with_sharding_constraint(
-            tokens_mbt, NamedSharding(mesh, PartitionSpec(None, "data"))
-        )
+        tokens_mbt = _split_batch(tokens_bt, accumulate, mesh)
 
         def add(total: Any, tokens_bt: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(
@@ -133,12 +120,58 @@ def make_train_step(
         return state, metrics
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    # Stated output shardings make the second call's inputs equal the first's: one compilation.
-    return jax.jit(train_step, donate_argnums=0, out_shardings=replicated)
+    of_state = replicated if state_shardings is None else state_shardings
+    # What comes out lies as what goes in, so that the second call compiles nothing new.
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(of_state, batch_sharding(mesh)),
+        out_shardings=(of_state, replicated),
+    )
+
+
+def _model_loss(graphdef: Any, mesh: Mesh) -> Callable[[Params, jax.Array], jax.Array]:
+    def loss(params: Params, tokens_bt: jax.Array) -> jax.Array:
+        params = whole_vectors(params, mesh)
+        logits_btv = nnx.merge(graphdef, params)(_split_time(tokens_bt[:, :-1], mesh))
+        nats, weight = cross_entropy(logits_btv, _split_time(tokens_bt[:, 1:], mesh))
+        return nats / weight
+
+    return loss
+
+
+def _pipeline_loss(plan: Plan) -> Callable[[Params, jax.Array], jax.Array]:
+    total = make_loss(plan)
+
+    def loss(params: Params, tokens_bt: jax.Array) -> jax.Array:
+        nats, weight = total(params, tokens_bt)
+        return nats / weight
+
+    return loss
+
+
+def _split_batch(rows_bt: jax.Array, parts: int, mesh: Mesh) -> jax.Array:
+    """`[B, t]` -> `[m, b, t]`."""
+    # Row r goes to part r % M, so that every device keeps the rows that it has.
+    rows_mbt = rows_bt.reshape(-1, parts, rows_bt.shape[-1]).swapaxes(0, 1)
+    spec = PartitionSpec(None, batch_axes(mesh))
+    return jax.lax.with_sharding_constraint(rows_mbt, NamedSharding(mesh, spec))
+
+
+def _split_time(tokens_bt: jax.Array, mesh: Mesh) -> jax.Array:
+    """Says that time is split over "sequence", which everything that follows takes over."""
+    if mesh.shape.get("sequence", 1) == 1:
+        return tokens_bt
+    spec = PartitionSpec(batch_axes(mesh), "sequence")
+    return jax.lax.with_sharding_constraint(tokens_bt, NamedSharding(mesh, spec))
 
 
 def make_evaluation_step(
-    graphdef: Any, mesh: jax.sharding.Mesh
+    graphdef: Any,
+    mesh: Mesh,
+    parts: int = 1,
+    *,
+    to_layer_order: Callable[[Params], Params] = lambda params: params,
 ) -> Callable[[Params, dict[str, jax.Array]], Metrics]:
     """Builds the compiled sums over one batch of held-out text.
 
@@ -148,16 +181,18 @@ def make_evaluation_step(
 
     Args:
         graphdef: From `nnx.split(model, nnx.Param)`.
-        mesh: From `data_mesh`.
+        mesh: Splits the batch over its axes "data" and "fsdp".
+        parts: Parts of the batch that follow each other, to take no more memory than training.
+        to_layer_order: Applied to the parameters first.
 
     Returns:
         `evaluation_step(params, batch)` for a batch of "tokens", int32 `[B, T + 1]`, and "weights",
         float32 `[B, T]`.
     """
 
-    def evaluation_step(params: Params, batch: dict[str, jax.Array]) -> Metrics:
-        tokens_bt, weights_bt = batch["tokens"], batch["weights"]
-        logits_btv, capture = nnx.merge(graphdef, params)(tokens_bt[:, :-1], capture=True)
+    def part_sums(params: Params, tokens_bt: jax.Array, weights_bt: jax.Array) -> Metrics:
+        model = nnx.merge(graphdef, params)
+        logits_btv, capture = model(_split_time(tokens_bt[:, :-1], mesh), capture=True)
         nats, weight = cross_entropy(logits_btv, tokens_bt[:, 1:], weights_bt)
         sums = {"nats": nats, "tokens": weight}
         for read, alpha_nbt in enumerate(capture.get("depth_weights") or []):
@@ -167,5 +202,20 @@ def make_evaluation_step(
             sums[f"entropy/{read:02d}"] = jnp.sum(entropy_bt * weights_bt)
         sums["hidden_norm"] = capture["hidden_norm"] * weight
         return sums
+
+    def evaluation_step(params: Params, batch: dict[str, jax.Array]) -> Metrics:
+        params = whole_vectors(to_layer_order(params), mesh)
+        arrays = batch["tokens"], batch["weights"]
+        if parts == 1:
+            return part_sums(params, *arrays)
+        arrays_of_parts = tuple(_split_batch(array, parts, mesh) for array in arrays)
+
+        def add(total: Metrics, arrays: tuple[jax.Array, ...]) -> tuple[Metrics, None]:
+            return jax.tree.map(jnp.add, total, part_sums(params, *arrays)), None
+
+        one = tuple(array[0] for array in arrays_of_parts)
+        shapes = jax.eval_shape(part_sums, params, *one)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.lax.scan(add, zero, arrays_of_parts)[0]
 
     return jax.jit(evaluation_step, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -50,26 +50,36 @@ class Attention(nnx.Module):
         self.rope_theta = rope_theta
         self.implementation = implementation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps normalised `[b, t, d]` to `[b, t, d]`, in the dtype of `x`."""
+    def __call__(self, x: jax.Array, *, time_axis: str | None = None) -> jax.Array:
+        """Maps normalised `[b, t, d]` to `[b, t, d]`, in the dtype of `x`.
+
+        With `time_axis`, a manual axis of the mesh, `x` is this device's part of the sequences, and
+        keys and values of the other parts are gathered.
+        """
+        start = 0 if time_axis is None else jax.lax.axis_index(time_axis) * x.shape[1]
         query_bthk = jnp.einsum("btd,dhk->bthk", x, self.query_kernel[...].astype(x.dtype))
         key_btgk = jnp.einsum("btd,dgk->btgk", x, self.key_kernel[...].astype(x.dtype))
         value_btgk = jnp.einsum("btd,dgk->btgk", x, self.value_kernel[...].astype(x.dtype))
+        query_bthk = rotary_embedding(query_bthk, theta=self.rope_theta, start=start)
+        key_btgk = rotary_embedding(key_btgk, theta=self.rope_theta, start=start)
+        if time_axis is not None:
+            key_btgk, value_btgk = (
+                jax.lax.all_gather(part, time_axis, axis=1, tiled=True)
+                for part in (key_btgk, value_btgk)
+            )
         mixed_bthk = causal_attention(
-            rotary_embedding(query_bthk, theta=self.rope_theta),
-            rotary_embedding(key_btgk, theta=self.rope_theta),
-            value_btgk,
-            implementation=self.implementation,
+            query_bthk, key_btgk, value_btgk, start=start, implementation=self.implementation
         )
         return jnp.einsum("bthk,hkd->btd", mixed_bthk, self.output_kernel[...].astype(x.dtype))
 
 
-def rotary_embedding(x_bthk: jax.Array, *, theta: float) -> jax.Array:
+def rotary_embedding(x_bthk: jax.Array, *, theta: float, start: int | jax.Array = 0) -> jax.Array:
     """Rotates each pair (i, i + k/2) by `position * theta**(-2i/k)`, in float32.
 
     Args:
-        x_bthk: Queries or keys, any floating dtype; position is the index along t.
+        x_bthk: Queries or keys, any floating dtype; position is `start` plus the index along t.
         theta: Base of the frequencies.
+        start: Position of the first.
 
     Returns:
         The same shape and dtype.
@@ -79,7 +89,8 @@ def rotary_embedding(x_bthk: jax.Array, *, theta: float) -> jax.Array:
     """
     t, k = x_bthk.shape[1], x_bthk.shape[3]
     frequency_k = theta ** (-jnp.arange(0, k, 2, dtype=jnp.float32) / k)
-    angle_tk = jnp.arange(t, dtype=jnp.float32)[:, None] * frequency_k[None]
+    position_t = (start + jnp.arange(t)).astype(jnp.float32)
+    angle_tk = position_t[:, None] * frequency_k[None]
     cos, sin = jnp.cos(angle_tk)[None, :, None], jnp.sin(angle_tk)[None, :, None]
     first, second = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -91,6 +102,7 @@ def causal_attention(
     key_btgk: jax.Array,
     value_btgk: jax.Array,
     *,
+    start: int | jax.Array = 0,
     implementation: Literal["xla", "splash"] | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention to this and earlier positions, by a kernel of JAX's own.
@@ -99,6 +111,7 @@ def causal_attention(
         query_bthk: Queries.
         key_btgk: Keys; g divides h.
         value_btgk: Values.
+        start: Position of the first query among the keys, if these are more than the queries.
         implementation: "xla" is `jax.nn.dot_product_attention`; "splash" is the TPU kernel, for t a
             multiple of 128. None takes splash where the default backend is a TPU and t allows it.
 
@@ -106,10 +119,18 @@ def causal_attention(
         `[b, t, h, k]` in the dtype of the queries.
 
     Raises:
-        ValueError: Splash attention is named and t is not a multiple of 128.
+        ValueError: Splash attention is named, and t is not a multiple of 128 or there are more keys
+            than queries.
     """
-    t = query_bthk.shape[1]
-    if implementation is None:
+    t, num_keys = query_bthk.shape[1], key_btgk.shape[1]
+    if t != num_keys:
+        if implementation == "splash":
+            raise ValueError(
+                f"splash attention needs as many queries as keys, got {t} and {num_keys}: do not"
+                ' split time over devices, or use implementation="xla"'
+            )
+        use_splash = False
+    elif implementation is None:
         use_splash = t % 128 == 0 and jax.default_backend() == "tpu"
     else:
         use_splash = implementation == "splash"
@@ -119,7 +140,11 @@ def causal_attention(
         if dtype == jnp.float16 and jax.default_backend() == "cpu":
             # XLA's CPU compiler has no float16 product that is summed in float32.
             inputs = [x.astype(jnp.float32) for x in inputs]
-        return jax.nn.dot_product_attention(*inputs, is_causal=True).astype(dtype)
+        if t == num_keys:
+            return jax.nn.dot_product_attention(*inputs, is_causal=True).astype(dtype)
+        is_past_ts = (start + jnp.arange(t))[:, None] >= jnp.arange(num_keys)[None]
+        mixed = jax.nn.dot_product_attention(*inputs, mask=is_past_ts[None, None])
+        return mixed.astype(dtype)
     if t % 128:
         raise ValueError(
             f"splash attention needs a context that is a multiple of 128, got {t}; change the"

@@ -125,7 +125,7 @@ def remove_description(step):
 
 
 def empty_batches(step):
-    (step / "batches" / "process_0-of-1.json").write_text("")
+    (step / "batches" / "metadata").write_text("")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

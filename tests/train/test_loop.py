@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def stand_in(monkeypatch):
     """The loop on one device around a model that compiles at once."""
     monkeypatch.setattr(setup, "TransformerLM", lambda config, rngs: StandIn(vocab_size=257))
-    monkeypatch.setattr("train.step.data_mesh", one_device)
+    monkeypatch.setattr("train.placement.make_mesh", lambda config, devices: one_device())
 
 
 def files(folder):
@@ -58,13 +58,6 @@ def poisoned(monkeypatch, stand_in):
         original = loop.train_batches
         monkeypatch.setattr(
             loop, "train_batches", lambda *a, **k: Poisoned(original(*a, **k), steps)
-        )
-        # The real iterator is what a checkpoint takes.
-        save = Checkpoints.save
-        monkeypatch.setattr(
-            Checkpoints,
-            "save",
-            lambda self, n, s, batches, d: save(self, n, s, batches._batches, d),
         )
 
     return poison
@@ -139,7 +132,10 @@ def test_another_model_is_refused_and_nothing_is_touched(tmp_path, stand_in):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 4}, "4 sequences cannot be shared by 8 devices; make it a multiple of 8"),
+        (
+            {"batch_size": 4},
+            r"4 sequences cannot be shared evenly by mesh\.data=8; .*that can: 8",
+        ),
         ({"context": 100_000}, "context=100000 is longer than the data"),
         ({"model__vocab_size": 200}, "vocab_size=200 is smaller than the tokenizer's 257"),
         ({"data__paths": ("nowhere/*.txt",)}, "nowhere"),
@@ -191,8 +187,8 @@ def test_signal_between_two_steps_is_not_lost(tmp_path, monkeypatch, stand_in):
     config = tiny_config(tmp_path)
     stopping, calls = loop.stopping_everywhere, iter(range(100))
 
-    def late(stop):
-        answer = stopping(stop)
+    def late(stop, step):
+        answer = stopping(stop, step)
         if next(calls) == 4:  # Just after the loop has looked.
             stop.number = signal.SIGTERM
         return answer
@@ -206,9 +202,9 @@ def test_evaluation_that_was_cut_short_is_made_on_resuming(tmp_path, monkeypatch
     config = tiny_config(tmp_path)
     evaluate = loop._evaluate
 
-    def interrupted(run, evaluation_step, params, stop):
+    def interrupted(run, params, stop):
         stop.number = signal.SIGTERM
-        return evaluate(run, evaluation_step, params, stop)
+        return evaluate(run, params, stop)
 
     monkeypatch.setattr(loop, "_evaluate", interrupted)
     assert train(prepare(config), "x") == 143
@@ -281,11 +277,11 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, environmen
     assert resumed.returncode == 0, resumed.stderr
     assert "after step 30" in resumed.stdout or "after step 15" in resumed.stdout
 
-    template = setup.abstract_setup(tiny_config(tmp_path)).template
+    template = setup.abstract_setup(tiny_config(tmp_path)).stored
     states, positions, records = [], [], []
     for workdir in (tmp_path / "straight", tmp_path / "broken"):
         states.append(Checkpoints(workdir, read_only=True).restore(template, None))
-        position = workdir / "checkpoints" / "60" / "batches" / "process_0-of-1.json"
+        position = workdir / "checkpoints" / "60" / "batches" / "metadata"
         positions.append(json.loads(position.read_text()))
         records.append(
             [

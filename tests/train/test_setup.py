@@ -44,7 +44,7 @@ def test_retrofit_starts_with_the_logits_of_the_old_run_and_lists_what_is_new(st
     np.testing.assert_allclose(run(setup.graphdef, state.params), old, rtol=1e-5, atol=1e-5)
     assert set(added) == {"reads.query", "reads.gain", "final_read.query", "final_read.gain"}
     # The state is what a checkpoint of this run is restored into.
-    assert jax.tree.structure(state) == jax.tree.structure(setup.template)
+    assert jax.tree.structure(state) == jax.tree.structure(setup.stored)
 
 
 def test_retrofitted_run_trains_resumes_and_says_what_is_new(standard_run, capsys, monkeypatch):

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from attnres_jax.parallel import MeshConfig, make_mesh
 from tests.train.tiny_run import VOCAB, StandIn, one_device
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer
+from train.placement import batch_sharding
 from train.step import (
-    data_mesh,
     initial_state,
     make_evaluation_step,
     make_train_step,
-    to_devices,
 )
+from train.streams import to_devices
 
 CONFIG = OptimizerConfig(learning_rate=0.01, warmup_steps=3)
 
@@ -34,7 +35,7 @@ def build(config=CONFIG, *, model=None, mesh=None):
 
 def batch(mesh, seed=0, rows=16):
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (rows, 7), dtype=np.int32)
-    return to_devices({"tokens": tokens}, mesh)
+    return to_devices({"tokens": tokens}, batch_sharding(mesh))
 
 
 def copy(tree):
@@ -63,11 +64,11 @@ def test_learns_and_reports():
 
 def test_many_devices_agree_with_one():
     results = []
-    for mesh in (one_device(), data_mesh()):
+    for mesh in (one_device(), make_mesh(MeshConfig())):
         step, state, mesh, _ = build(mesh=mesh)
         state, metrics = step(state, batch(mesh))
         results.append((copy(state.params), copy(metrics)))
-    assert data_mesh().size == 8
+    assert make_mesh(MeshConfig()).size == 8
     assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
@@ -75,7 +76,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     results = []
     for accumulate in (1, 2):
         config = OptimizerConfig(warmup_steps=0, accumulate=accumulate)
-        step, state, mesh, _ = build(config, mesh=data_mesh())
+        step, state, mesh, _ = build(config, mesh=make_mesh(MeshConfig()))
         state, metrics = step(state, batch(mesh))
         results.append((copy(state.params), copy(metrics)))
     assert_close(*results, rtol=1e-4, atol=1e-6)
@@ -88,7 +89,7 @@ def test_step_that_is_not_finite_changes_nothing_but_the_counters(name):
     before = copy(state)
     poisoned = np.array(batch(mesh)["tokens"])
     poisoned[3, -1] = VOCAB  # A target outside the vocabulary has a loss of NaN.
-    state, bad = step(state, to_devices({"tokens": poisoned}, mesh))
+    state, bad = step(state, to_devices({"tokens": poisoned}, batch_sharding(mesh)))
     assert not np.isfinite(bad["loss"])
     assert_equal(copy(state.params), before.params)
     assert_equal(copy(state.optimizer), before.optimizer)
@@ -135,7 +136,9 @@ def test_compiles_once_in_fifty_steps_with_evaluation(caplog):
     evaluate = make_evaluation_step(graphdef, mesh)
     weights = np.ones((16, 6), np.float32)
     batches = [batch(mesh, seed) for seed in range(50)]
-    held_out = to_devices({"tokens": np.array(batches[0]["tokens"]), "weights": weights}, mesh)
+    held_out = to_devices(
+        {"tokens": np.array(batches[0]["tokens"]), "weights": weights}, batch_sharding(mesh)
+    )
     rates = set()
     with caplog.at_level(logging.DEBUG, logger="jax"), jax.log_compiles():
         for number in range(50):
@@ -155,7 +158,7 @@ def test_evaluation_sums_over_real_tokens_only():
     weights = np.zeros((16, 6), np.float32)
     weights[:4] = 1
     sums = make_evaluation_step(graphdef, mesh)(
-        state.params, to_devices({"tokens": tokens, "weights": weights}, mesh)
+        state.params, to_devices({"tokens": tokens, "weights": weights}, batch_sharding(mesh))
     )
     assert sums["tokens"] == 24
     np.testing.assert_allclose(sums["weight/00"], [24])

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from attnres_jax import ModelConfig
+from attnres_jax.parallel import MeshConfig, make_mesh
 from train.config import Config, DataConfig, OptimizerConfig
 
 VOCAB = 11  # Of the stand-in, unless told otherwise.
@@ -54,7 +55,7 @@ def tiny_config(folder: pathlib.Path, **changes: Any) -> Config:
 
 def one_device() -> jax.sharding.Mesh:
     """A mesh that compiles faster than that of the eight devices of the tests."""
-    return jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 class _Layers(nnx.Module):

@@ -5,6 +5,9 @@ Axis letters, used as suffixes of array names (`queries_sd` is `[s, d]`) and in 
     h heads, k head width, g key-value heads, f feed-forward width, v vocabulary
 """
 
+from attnres_jax.diagnostics import Diagnostics as Diagnostics
+from attnres_jax.diagnostics import diagnose as diagnose
+from attnres_jax.diagnostics import read_diagnostics as read_diagnostics
 from attnres_jax.models import ModelConfig as ModelConfig
 from attnres_jax.models import TransformerLM as TransformerLM
 from attnres_jax.models import retrofit as retrofit

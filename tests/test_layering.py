@@ -72,6 +72,9 @@ RULES = {
     "attnres_jax/modules": only("attnres_jax.modules", "attnres_jax.ops"),
     "attnres_jax/linen.py": only("attnres_jax.ops"),
     "attnres_jax/models": only("attnres_jax.models", "attnres_jax.modules", "attnres_jax.ops"),
+    "attnres_jax/diagnostics": only(
+        "attnres_jax.diagnostics", "attnres_jax.models", "attnres_jax.ops"
+    ),
     "attnres_jax": only(
         "attnres_jax", "pallas_kernels", never=(*HEAVY_PACKAGES, "numpy.testing", "pytest")
     ),

@@ -13,6 +13,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from attnres_jax.models.capture import (
+    Probes,
+    ReadState,
+    add_probe,
+    finish_state,
+    mean_square,
+    merged_state,
+    unstack_probes,
+)
 from attnres_jax.models.config import ModelConfig
 from attnres_jax.models.sublayers import (
     KINDS,
@@ -23,7 +32,7 @@ from attnres_jax.models.sublayers import (
 )
 from attnres_jax.modules import Attention, AttentionResidual, FeedForward, ReadVectors, RMSNorm
 from attnres_jax.ops import FinishedSources, inter_block, merge, rms_norm
-from attnres_jax.ops.block import block_boundaries, join_weights
+from attnres_jax.ops.block import block_boundaries
 
 
 class _Layer(NamedTuple):
@@ -41,6 +50,7 @@ class _Read(NamedTuple):
     weights: Any  # float32 [n, b, t], or None where nothing is captured.
     query_d: jax.Array
     gain_d: jax.Array
+    probe: Any  # Of its sub-layer, or None.
 
 
 class TransformerLM(nnx.Module):
@@ -103,56 +113,88 @@ class TransformerLM(nnx.Module):
             self.head_kernel = nnx.Param(initial_kernel(rngs.params(), (c.width, c.vocab_size)))
 
     @overload
-    def __call__(self, tokens_bt: jax.Array) -> jax.Array: ...
+    def __call__(self, tokens_bt: jax.Array, *, probes: Probes | None = ...) -> jax.Array: ...
 
     @overload
     def __call__(
-        self, tokens_bt: jax.Array, *, capture: Literal[True]
+        self, tokens_bt: jax.Array, *, capture: Literal[True], probes: Probes | None = ...
     ) -> tuple[jax.Array, dict[str, Any]]: ...
 
     def __call__(
-        self, tokens_bt: jax.Array, *, capture: bool = False
+        self, tokens_bt: jax.Array, *, capture: bool = False, probes: Probes | None = None
     ) -> jax.Array | tuple[jax.Array, dict[str, Any]]:
         """Computes the logits of the next token at every position.
 
         Args:
             tokens_bt: Integer token ids below `vocab_size`.
             capture: Whether to return what the reads did.
+            probes: Added in on the way, to differentiate with respect to.
 
         Returns:
             float32 logits `[b, t, v]`; with `capture` also a dict of
-            `depth_weights`, for each of the L + 1 reads float32 `[n, b, t]` (no reads for the
-            standard residual), and `hidden_norm`, float32 `[L + 1]`: the root mean square of what
-            each sub-layer and the head read, before their norms.
+
+            - `depth_weights`: for each of the L + 1 reads float32 `[n, b, t]` (no reads for the
+              standard residual);
+            - `hidden_norm`, float32 `[L + 1]`: the root mean square of what each sub-layer and the
+              head read, before their norms;
+            - `states`: for each of the L + 1 reads a `ReadState`;
+            - `finished`: the embedding and, except for the standard residual, every block sum.
+
+            Inside `jax.jit`, what of it is not used is not computed.
         """
         c = self.config
         hidden_btd = self.embedding_table[...][tokens_bt].astype(c.compute_dtype)
+        finished = (hidden_btd,)
         plan = plan_blocks(c)
-        captured, num_sources = [], 1
+        blocks = self._split_into_blocks(plan, probes)
+        captured, weights, num_sources = [], None, 1
         if self.final_read is None:
-            for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
+            for groups, parameters in zip(plan, blocks, strict=True):
                 run_block = partial(self._standard_block, groups, capture)
                 hidden_btd, ones = self._recompute("block", run_block)(hidden_btd, parameters)
                 captured += ones
-            captured.append((None, _mean_square(hidden_btd)))
         else:
             sources = FinishedSources((hidden_btd,))
-            for groups, parameters in zip(plan, self._split_into_blocks(plan), strict=True):
+            for groups, parameters in zip(plan, blocks, strict=True):
                 run_block = partial(self._attention_residual_block, groups, capture)
                 sources, block_sum, ones = self._recompute("block", run_block)(sources, parameters)
                 sources = sources.append(block_sum)
                 captured += ones
             hidden_btd, weights = self.final_read(sources, return_weights=True)
-            captured.append((weights, _mean_square(hidden_btd)))
-            num_sources = len(sources.values)
-        logits_btv = self._head(self.final_norm(hidden_btd, eps=self._norm_eps(num_sources)))
+            finished, num_sources = sources.values, len(sources.values)
+        hidden_btd = add_probe(hidden_btd, probes and probes.final)
+        logits_btv = self.head(hidden_btd, num_sources)
         if not capture:
             return logits_btv
-        weights, mean_squares = zip(*captured, strict=True)
+        captured.append((mean_square(hidden_btd), ReadState(hidden_btd, weights)))
+        mean_squares, states = zip(*captured, strict=True)
         return logits_btv, {
-            "depth_weights": [one for one in weights if one is not None],
+            "depth_weights": [state.weights for state in states if state.weights is not None],
             "hidden_norm": jnp.sqrt(jnp.stack(mean_squares)),
+            "states": list(states),
+            "finished": finished,
         }
+
+    def head(self, hidden_btd: jax.Array, num_sources: int) -> jax.Array:
+        """Final norm and head: float32 logits `[b, t, v]` of a read of `num_sources` sources."""
+        normed_btd = self.final_norm(hidden_btd, eps=self.norm_eps(num_sources))
+        if self.head_kernel is None:
+            kernel, equation = self.embedding_table[...], "btd,vd->btv"
+        else:
+            kernel, equation = self.head_kernel[...], "btd,dv->btv"
+        return jnp.einsum(
+            equation,
+            normed_btd,
+            kernel.astype(normed_btd.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    def norm_eps(self, num_sources: int) -> float:
+        """What the norm after a read of `num_sources` sources adds to the mean square.
+
+        With zero queries a read is the mean of n sources: eps / n**2 undoes that 1 / n.
+        """
+        return self.config.norm_eps / (num_sources**2 if self.config.retrofit else 1)
 
     def _attention_residual_block(self, groups, capture, sources, parameters):
         """Algorithm 1 of the paper for one block: the sources, its sum, and what was captured."""
@@ -162,10 +204,10 @@ class TransformerLM(nnx.Module):
         def sublayer(kind, carry, layer, read):
             if carry is None:  # A block's first read has no partial sum to merge.
                 partial_sum = jnp.zeros(read.output.shape, sum_dtype)
-                hidden = rms_norm(read.output, layer.norm_gain, eps=self._norm_eps(n))
-                one = (read.weights, _mean_square(read.output)) if capture else None
+                normed = rms_norm(read.output, layer.norm_gain, eps=self.norm_eps(n))
+                state = ReadState(read.output, read.weights, lse=read.lse)
             else:
-                partial_sum, hidden, gate = merge(
+                partial_sum, normed, gate = merge(
                     read.output,
                     read.lse,
                     carry[0],
@@ -174,17 +216,20 @@ class TransformerLM(nnx.Module):
                     read.gain_d,
                     norm_gain_d=layer.norm_gain,
                     eps=c.norm_eps,
-                    norm_eps=self._norm_eps(n + 1),
+                    norm_eps=self.norm_eps(n + 1),
                     implementation=c.implementation,
                     return_gate=True,
                 )
-                one = _capture(read, gate, partial_sum) if capture else None
-            return (partial_sum, self._apply(kind, layer, hidden)), one
+                state = merged_state(read, gate, partial_sum) if capture else None
+            normed = add_probe(normed, read.probe and read.probe.received)
+            update = add_probe(self._apply(kind, layer, normed), read.probe and read.probe.output)
+            return (partial_sum, update), finish_state(state, normed, update) if capture else None
 
         step = self._recompute("full", sublayer, static_argnums=(0,))
         captured: list[Any] = []
         carry: Any = None
-        for runs, (query_sd, gain_sd, layers_of_runs) in zip(groups, parameters, strict=True):
+        for runs, parameters_of_group in zip(groups, parameters, strict=True):
+            query_sd, gain_sd, probes, layers_of_runs = parameters_of_group
             outputs, lse, weights_snbt, sources = inter_block(
                 sources,
                 query_sd,
@@ -195,7 +240,8 @@ class TransformerLM(nnx.Module):
                 return_sources=True,
             )
             weights = weights_snbt if capture else [None] * len(outputs)
-            reads = list(map(_Read, outputs, lse, weights, query_sd, gain_sd))
+            probe_of_read = unstack_probes(probes, len(outputs))
+            reads = list(map(_Read, outputs, lse, weights, query_sd, gain_sd, probe_of_read))
             for run, layers in zip(runs, layers_of_runs, strict=True):
                 offset = run.start - runs[0].start
                 reads_of_run = reads[offset : offset + run.stop - run.start]
@@ -208,17 +254,20 @@ class TransformerLM(nnx.Module):
     def _standard_block(self, groups, capture, hidden_btd, parameters):
         """The same sub-layers around a plain residual stream."""
 
-        def sublayer(kind, hidden_btd, layer, _):
-            normed_btd = rms_norm(hidden_btd, layer.norm_gain, eps=self._norm_eps(1))
-            one = (None, _mean_square(hidden_btd)) if capture else None
-            return hidden_btd + self._apply(kind, layer, normed_btd), one
+        def sublayer(kind, hidden_btd, layer, probe):
+            normed_btd = rms_norm(hidden_btd, layer.norm_gain, eps=self.norm_eps(1))
+            normed_btd = add_probe(normed_btd, probe and probe.received)
+            update_btd = add_probe(self._apply(kind, layer, normed_btd), probe and probe.output)
+            one = finish_state(ReadState(hidden_btd), normed_btd, update_btd) if capture else None
+            return hidden_btd + update_btd, one
 
         step = self._recompute("full", sublayer, static_argnums=(0,))
         captured = []
-        for runs, (_, _, layers_of_runs) in zip(groups, parameters, strict=True):
+        for runs, (_, _, probes, layers_of_runs) in zip(groups, parameters, strict=True):
+            probe_of_read = iter(unstack_probes(probes, runs[-1].stop - runs[0].start))
             for run, layers in zip(runs, layers_of_runs, strict=True):
-                nothing = [None] * (run.stop - run.start)
-                hidden_btd, ones = run_sublayers(step, hidden_btd, run, layers, nothing)
+                probes_of_run = [next(probe_of_read) for _ in run.kinds]
+                hidden_btd, ones = run_sublayers(step, hidden_btd, run, layers, probes_of_run)
                 captured += ones
         return hidden_btd, captured
 
@@ -226,20 +275,10 @@ class TransformerLM(nnx.Module):
         graphdef = nnx.graphdef(getattr(self, kind))
         return nnx.merge(graphdef, layer.state)(normed_btd)
 
-    def _head(self, normed_btd: jax.Array) -> jax.Array:
-        if self.head_kernel is None:
-            kernel, equation = self.embedding_table[...], "btd,vd->btv"
-        else:
-            kernel, equation = self.head_kernel[...], "btd,dv->btv"
-        return jnp.einsum(
-            equation,
-            normed_btd,
-            kernel.astype(normed_btd.dtype),
-            preferred_element_type=jnp.float32,
-        )
-
-    def _split_into_blocks(self, plan: list[list[list[Run]]]) -> list[list[tuple]]:
-        """For each block, for each group: queries, gains and the layers of each of its runs."""
+    def _split_into_blocks(
+        self, plan: list[list[list[Run]]], probes: Probes | None
+    ) -> list[list[tuple]]:
+        """For each block and group: queries, gains, probes and the layers of each of its runs."""
         stacked = {
             kind: _Layer(
                 getattr(self, f"{kind}_norm").gain[...], nnx.state(getattr(self, kind), nnx.Param)
@@ -248,18 +287,14 @@ class TransformerLM(nnx.Module):
         }
         groups = [runs for block in plan for runs in block]
         layers = iter(split_into_runs(stacked, [run for runs in groups for run in runs]))
-        if self.reads is None:
-            vectors = iter([(None, None)] * len(groups))
-        else:
-            sizes = [runs[-1].stop - runs[0].start for runs in groups]
-            vectors = iter(split_leading((self.reads.query[...], self.reads.gain[...]), sizes))
+        reads = self.reads
+        queries_and_gains = (None, None) if reads is None else (reads.query[...], reads.gain[...])
+        probes = probes and probes._replace(final=None)
+        sizes = [runs[-1].stop - runs[0].start for runs in groups]
+        vectors = iter(split_leading((*queries_and_gains, probes), sizes))
         return [
             [(*next(vectors), [next(layers) for _ in runs]) for runs in block] for block in plan
         ]
-
-    def _norm_eps(self, num_sources: int) -> float:
-        """With zero queries a read is the mean of n sources: eps / n**2 undoes that 1 / n."""
-        return self.config.norm_eps / (num_sources**2 if self.config.retrofit else 1)
 
     def _recompute(self, level: str, function: Callable, **kwargs: Any) -> Callable:
         wanted = {"none": (), "block": ("block",), "full": ("block", "full")}
@@ -285,14 +320,3 @@ def plan_blocks(config: ModelConfig) -> list[list[list[Run]]]:
             groups[0].append(Run(start + 1, first.stop))
         plan.append(groups)
     return plan
-
-
-def _capture(read: _Read, gate: jax.Array, partial_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Depth weights of a merged read, and the mean square of what it returned."""
-    hidden_btd = (1 - gate)[..., None] * read.output.astype(jnp.float32)
-    hidden_btd += gate[..., None] * partial_sum.astype(jnp.float32)
-    return join_weights(read.weights, gate), _mean_square(hidden_btd)
-
-
-def _mean_square(x: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.square(x.astype(jnp.float32)))

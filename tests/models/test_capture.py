@@ -38,7 +38,7 @@ def test_capturing_reports_weights_and_norms_and_leaves_the_logits_as_they_are(c
     logits, captured = logits_and_capture(config)(params, tokens())
     expected = reference.run(config, params, tokens(), cotangent())
     assert oracles.relative_error(logits, expected.logits) <= 1e-5
-    assert captured.keys() == {"depth_weights", "hidden_norm"}
+    assert captured.keys() == {"depth_weights", "hidden_norm", "states", "finished"}
     assert captured["hidden_norm"].shape == (2 * config.num_layers + 1,)
     assert captured["hidden_norm"].dtype == np.float32
     np.testing.assert_allclose(captured["hidden_norm"], expected.hidden_norm, rtol=1e-5)

@@ -80,9 +80,7 @@ def _diagnostics(diagnostics: Diagnostics | None) -> dict[str, Any] | None:
         return None
     return {
         "step": diagnostics.step,
-        "reads": [
-            {"kind": read.kind, "sources": list(read.sources)} for read in diagnostics.reads
-        ],
+        "reads": _reads(diagnostics),
         "arrays": {
             name: _nested(array)
             for name, array in diagnostics.arrays.items()
@@ -91,16 +89,24 @@ def _diagnostics(diagnostics: Diagnostics | None) -> dict[str, Any] | None:
     }
 
 
+def _reads(diagnostics: Diagnostics) -> list[dict[str, Any]]:
+    return [{"kind": read.kind, "sources": list(read.sources)} for read in diagnostics.reads]
+
+
 def _captured(text: Text | None) -> dict[str, Any] | None:
     if text is None:
         return None
     diagnostics = text.diagnostics
     counts = [len(read.sources) for read in diagnostics.reads]
     arrays = diagnostics.arrays
-    packed: dict[str, Any] = {"origin": text.origin, "tokens": list(text.tokens)}
+    packed: dict[str, Any] = {
+        "origin": text.origin,
+        "step": diagnostics.step,
+        "tokens": list(text.tokens),
+    }
     weights = arrays.get("depth_weights_per_token")
     packed["weights"] = None if weights is None else pack_rows(weights, counts)
-    packed["reads"] = _diagnostics(diagnostics)["reads"]  # type: ignore[index]
+    packed["reads"] = _reads(diagnostics)
     packed["meanWeights"] = None if weights is None else _nested(weights.mean(0))
     # The two-phase section follows these through a block; Full has no open partial sum to merge.
     logits = arrays.get("logits_per_token")

@@ -7,11 +7,13 @@ and the page decodes only the token that is looked at.
 
 import base64
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from train.report.diagnostics import Diagnostics
+from train.diagnose import diagnose_text
+from train.report.diagnostics import Diagnostics, Read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,32 @@ class Text:
     origin: str
     tokens: Sequence[str]
     diagnostics: Diagnostics
+
+
+def capture(workdir: pathlib.Path, text: str) -> Text:
+    """Runs the newest checkpoint of a run on a text.
+
+    Args:
+        workdir: Folder of the run.
+        text: At most the run's context; empty takes the first held-out text of the run.
+
+    Raises:
+        ValueError: The folder holds no checkpoint, or the text is too long.
+        CheckpointError: No checkpoint can be read.
+    """
+    measured = diagnose_text(str(workdir), text)
+    assert measured.tokens is not None
+    diagnostics = Diagnostics(
+        step=measured.step,
+        residual=measured.residual,
+        block_size=measured.block_size,
+        num_sublayers=measured.num_sublayers,
+        reads=tuple(Read(*read) for read in measured.reads),
+        arrays={name: np.asarray(array, np.float64) for name, array in measured.arrays.items()},
+        unusable={},
+    )
+    origin = "The text of --text" if text else "The first held-out text of the run"
+    return Text(origin, measured.tokens, diagnostics)
 
 
 def pack_rows(array_tln: np.ndarray, counts: Sequence[int]) -> list[str]:

@@ -42,11 +42,21 @@ function sourceNames(read) {
   return { names, finished, open };
 }
 
+/** What becomes of the output of the sub-layer behind a read. */
+function fate(read) {
+  if (read === state.L) return "";
+  if (state.mode === "full") return `Its output becomes a source of its own.`;
+  const block = Math.floor(read / state.S) + 1;
+  const opens = read % state.S === 0 ? "opens the partial sum" : "is added to the partial sum";
+  const seals = (read + 1) % state.S === 0 || read + 1 === state.L;
+  return `Its output ${opens}${seals ? `, which seals block ${block}` : ""}.`;
+}
+
 function describe(read) {
   const { names } = sourceNames(read);
   const shown = names.length > 5 ? `embedding and ${names.length - 2} more, last ${names.at(-1)}` : names.join(", ");
   const what = read === state.L ? "Final read, before the last norm and the head" : `Read ${read + 1} of ${state.L + 1}, ${readName(read, state.L)}`;
-  return `${what}: ${plural(names.length, "source")} (${shown}).`;
+  return `${what}: ${plural(names.length, "source")} (${shown}). ${fate(read)}`;
 }
 
 // ------------------------------------------------------------------ the drawing
@@ -59,8 +69,8 @@ function draw(svg, read) {
   const run = matchingRun();
   const weights = run && array(run, "depth_weights")[read];
   const narrow = width < 560;
-  const perLine = Math.max(1, Math.min(state.L, Math.floor((width - 8) / Math.max(12, Math.min(34, (width - 8) / state.L)))));
-  const tile = (width - 8) / perLine;
+  const perLine = Math.max(1, Math.min(state.L, Math.floor((width - 8) / Math.max(12, Math.min(52, (width - 8) / state.L)))));
+  const tile = Math.min(60, (width - 8) / perLine);
   const tileHeight = Math.min(22, Math.max(10, tile - 3));
   const lines = Math.ceil(state.L / perLine);
   const trackTop = 28;
@@ -73,7 +83,7 @@ function draw(svg, read) {
   const readY = sourcesTop + Math.max(most * bar, 96) / 2;
   const parts = [];
 
-  parts.push(s("text", { x: 4, y: 16, class: "svg-label" }, `${state.L} sub-layers`));
+  parts.push(s("text", { x: 4, y: 16, class: "svg-label" }, `${plural(state.L, "sub-layer")}${tile >= 30 ? ": A attention, M MLP" : ""}`));
   for (let i = 0; i < state.L; i += 1) {
     const block = Math.floor(i / size);
     const x = 4 + (i % perLine) * tile;
@@ -86,6 +96,11 @@ function draw(svg, read) {
     parts.push(
       s("rect", { x: x + (first ? 2 : 0.5), y, width: tile - (first ? 3 : 1.5), height: tileHeight, rx: 3, class: classes.join(" ") }, s("title", {}, `${sublayerName(i)}, block ${block + 1}`)),
     );
+    if (tile >= 30) {
+      const text = `${"AM"[i % 2]}${Math.floor(i / 2) + 1}`;
+      const on = done ? "svg-tile svg-tile-done" : "svg-tile";
+      parts.push(s("text", { x: x + tile / 2, y: y + tileHeight / 2 + 4, class: on }, text));
+    }
   }
 
   parts.push(s("text", { x: 4, y: sourcesTop - 10, class: "svg-label" }, "sources"));
@@ -106,10 +121,11 @@ function draw(svg, read) {
       s("rect", { x: 4, y, width: sourceWidth, height: boxHeight, rx: Math.min(4, boxHeight / 2), class: `source ${isOpen ? "source-frame" : kind}` }),
     );
     if (isOpen) {
-      parts.push(s("rect", { x: 4, y, width: (sourceWidth * open) / size, height: boxHeight, rx: Math.min(4, boxHeight / 2), class: "source source-open" }));
+      const line = Math.min(6, boxHeight);
+      parts.push(s("rect", { x: 4, y: y + boxHeight - line, width: (sourceWidth * open) / size, height: line, rx: line / 2, class: "source source-open" }));
     }
     if (bar >= 15) {
-      const short = isOpen ? `partial sum, ${open} of ${size}` : name;
+      const short = isOpen ? `partial${narrow ? "" : " sum"}, ${open} of ${size}` : name;
       parts.push(s("text", { x: 12, y: middle + 4, class: `svg-source ${kind}-text` }, short));
       if (!narrow || sourceWidth > 170) {
         parts.push(s("text", { x: sourceWidth - 4, y: middle + 4, class: `svg-source svg-weight ${kind}-text` }, weights ? number(weight, 3) : ""));
@@ -126,7 +142,7 @@ function draw(svg, read) {
     s("rect", { x: readX + 38, y: readY - 20, width: boxWidth - 24, height: 40, rx: 6, class: "sublayer" }),
     s("text", { x: readX + 38 + (boxWidth - 24) / 2, y: readY + 5, class: "svg-sublayer" }, target),
   );
-  if (read < state.L) {
+  if (read < state.L && !narrow) {
     const seals = (read + 1) % size === 0 || read + 1 === state.L;
     const blockNumber = Math.floor(read / size) + 1;
     const added = state.mode === "full" ? `becomes output ${read + 1}` : open ? "added to the partial sum" : "opens the partial sum";

@@ -2,11 +2,23 @@
 
 import { colour, h, number, onTheme, onWidth } from "report/dom.js";
 
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500];
+
+/** Of the places that uPlot offers on a logarithmic axis: powers of 10, and 2 and 5 in a short one. */
+function roundPlaces(plot, splits) {
+  const short = Math.log10(splits.at(-1) / splits[0]) < 2;
+  const kept = short ? [1, 2, 5] : [1];
+  return splits.map((y) => {
+    const leading = y / 10 ** Math.floor(Math.log10(y) + 1e-9);
+    return kept.some((one) => Math.abs(leading - one) < 1e-6) ? y : null;
+  });
+}
+
 /**
  * `lines`: [{ name, colour, x, y, dash, points }]; a y of null leaves a gap. `xName(x)` names a
  * place for the line of values.
  */
-export function chart({ label, lines, xLabel, yLabel, xName, log = false, height = 260, ticks }) {
+export function chart({ label, lines, xLabel, yLabel, xName, log = false, logX = false, steps = false, height = 260 }) {
   const values = h("div", { class: "chart-values" });
   const announcement = h("output", { class: "visually-hidden", "aria-live": "polite" });
   const area = h("div", {
@@ -28,9 +40,10 @@ export function chart({ label, lines, xLabel, yLabel, xName, log = false, height
     return column;
   });
 
+  const ruled = { grid: { stroke: () => colour("--rule"), width: 1 } };
   const axis = (name, extra) => ({
     stroke: () => colour("--muted"),
-    grid: { stroke: () => colour("--rule"), width: 1 },
+    ...ruled,
     ticks: { stroke: () => colour("--rule"), width: 1, size: 4 },
     font: "12px system-ui, sans-serif",
     labelFont: "12px system-ui, sans-serif",
@@ -43,10 +56,14 @@ export function chart({ label, lines, xLabel, yLabel, xName, log = false, height
     height,
     legend: { show: false },
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } },
-    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : {} },
     axes: [
-      axis(xLabel, { size: 36, ...(ticks ? { values: (_, splits) => splits.map(ticks) } : {}) }),
-      axis(yLabel, { size: 58, values: (_, splits) => splits.map((v) => (v === null ? "" : number(v, 3))) }),
+      axis(xLabel, { size: 36, ...(steps ? { incrs: WHOLE, space: 32 } : {}), ...(logX ? { filter: roundPlaces, grid: { ...ruled.grid, filter: roundPlaces } } : {}) }),
+      axis(yLabel, {
+        size: 58,
+        values: (_, splits) => splits.map((y) => (y === null ? "" : number(y, 3))),
+        ...(log ? { filter: roundPlaces, grid: { ...ruled.grid, filter: roundPlaces } } : {}),
+      }),
     ],
     series: [
       {},
@@ -54,7 +71,11 @@ export function chart({ label, lines, xLabel, yLabel, xName, log = false, height
         stroke: () => colour(line.colour),
         width: line.width ?? 2,
         dash: line.dash,
-        points: { show: line.points ?? false, size: 6 },
+        points: {
+          show: line.points ?? false,
+          size: 6,
+          fill: () => colour(line.points === "only" ? line.colour : "--card"),
+        },
         paths: line.points === "only" ? () => null : undefined,
       })),
     ],

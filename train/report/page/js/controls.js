@@ -72,25 +72,38 @@ export function badge(kind, text) {
   );
 }
 
+/**
+ * A table that scrolls sideways where it is wide. The first cell of a row is its header; cells are
+ * text or elements, and a row may be { cells, class }.
+ */
+export function table(title, head, rows) {
+  const header = h("tr", {}, ...head.map((text) => h("th", { scope: "col" }, text)));
+  const body = rows.map((row) => {
+    const cells = (row.cells ?? row).map((cell, i) => {
+      if (cell instanceof HTMLTableCellElement) return cell;
+      return i ? h("td", {}, cell) : h("th", { scope: "row" }, cell);
+    });
+    return h("tr", { class: row.class }, ...cells);
+  });
+  return h(
+    "div",
+    {},
+    h("p", { class: "table-title" }, title),
+    h(
+      "div",
+      { class: "scroll", tabindex: 0, role: "group", "aria-label": title },
+      h("table", { "aria-label": title }, h("thead", {}, header), h("tbody", {}, ...body)),
+    ),
+  );
+}
+
 /** Values as a table, built when it is opened. */
 export function valuesTable(caption, build) {
   const details = h("details", { class: "values" }, h("summary", {}, "Values as a table"));
-  details.addEventListener(
-    "toggle",
-    () => {
-      const { head, rows } = build();
-      const cells = (row) =>
-        row.map((cell, i) => (i ? h("td", {}, cell) : h("th", { scope: "row" }, cell)));
-      const table = h(
-        "table",
-        {},
-        h("caption", {}, caption),
-        h("thead", {}, h("tr", {}, ...head.map((text) => h("th", { scope: "col" }, text)))),
-        h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells(row)))),
-      );
-      details.querySelector(".scroll")?.remove();
-      details.append(h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": caption }, table));
-    },
-  );
+  details.addEventListener("toggle", () => {
+    const { head, rows } = build();
+    details.querySelector("div")?.remove();
+    details.append(table(caption, head, rows));
+  });
   return details;
 }

@@ -34,9 +34,9 @@ export function whyMissing(run, name) {
   );
 }
 
-/** Names of a run's sub-layers in order: "1 attention", "1 MLP", "2 attention", ... */
+/** Names of the sub-layers in order: "attention 1", "MLP 1", "attention 2", ... */
 export function sublayerName(index) {
-  return `${Math.floor(index / 2) + 1} ${index % 2 === 0 ? "attention" : "MLP"}`;
+  return `${index % 2 === 0 ? "attention" : "MLP"} ${Math.floor(index / 2) + 1}`;
 }
 
 export function readName(index, numSublayers) {

@@ -74,7 +74,9 @@ export class Heatmap {
     const longest = Math.max(...this.rowNames.map((name) => name.length));
     const left = Math.min(longest * 6.6 + 12, this.width * 0.36);
     const columns = this.columnNames.length;
-    const cell = Math.min(72, (this.width - left - 2) / columns);
+    // Slanted names reach beyond the last column.
+    const right = this.width / columns < 90 ? this.columnNames.at(-1).length * 4.2 : 2;
+    const cell = Math.min(72, (this.width - left - right) / columns);
     const height = Math.max(2.5, Math.min(30, cell * 1.2, 720 / this.rowNames.length));
     // Names are slanted where columns are narrower than they are, and left out where too narrow.
     const names = this.columnNames.map((name) => name.length);

@@ -20,17 +20,15 @@ for (const name of sections) {
 
 const THEMES = { "light dark": "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
 const themeButton = document.getElementById("theme");
-function setTheme(scheme) {
-  document.documentElement.style.colorScheme = scheme;
-  themeButton.textContent = THEMES[scheme];
-  themeButton.dataset.scheme = scheme;
-  themeChanged();
-}
+let scheme = "light dark";
+themeButton.textContent = THEMES[scheme];
 themeButton.addEventListener("click", () => {
   const names = Object.keys(THEMES);
-  setTheme(names[(names.indexOf(themeButton.dataset.scheme) + 1) % names.length]);
+  scheme = names[(names.indexOf(scheme) + 1) % names.length];
+  document.documentElement.style.colorScheme = scheme;
+  themeButton.textContent = THEMES[scheme];
+  themeChanged();
 });
-setTheme("light dark");
 
 // ------------------------------------------------------------------ which section is being read
 

@@ -1,14 +1,20 @@
 // Section 5: a block of a run in two phases, with the logits that the model really had.
 
+import { chart } from "report/chart.js";
 import { runChoice } from "report/comparing.js";
-import { badge, notice, selectField } from "report/controls.js";
+import { badge, notice, selectField, table } from "report/controls.js";
 import { readName, runs, unpack, unpackRows, whyMissing } from "report/data.js";
 import { bytes, h, number, plural } from "report/dom.js";
 import { gate, mergeWeights, phase1, rowsOfBlock, rowsOfPhase1, rowsOfSeal, rowsOfSublayer } from "report/maths.js";
 import { Player } from "report/player.js";
 import { spoken, tokenPicker } from "report/tokens.js";
 
-const SCHEMES = ["two phases", "one read each", "standard"];
+const NAMES = {
+  "two phases": "two phases",
+  "one read each": "one read for each sub-layer",
+  standard: "standard residual",
+};
+const SCHEMES = Object.keys(NAMES);
 
 /** What a block's reads do to one token: the model's logits, and all that follows from them. */
 export function computeBlock(text, token, blockSize, block) {
@@ -65,7 +71,7 @@ class PhasesFigure {
       this.player.reset();
     });
     field.select.value = String(this.block);
-    this.table = h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Reads of the block" });
+    this.table = h("div", { class: "phases" });
     this.said = h("div", { class: "readout", "aria-live": "polite" });
     this.counter = h("div", { class: "meters" });
     this.badge = h("div");
@@ -89,12 +95,36 @@ class PhasesFigure {
       this.table,
       this.said,
       this.player.controls,
+      this.badge,
       h("h3", {}, "Rows of width D that memory moves for one token in this block"),
       this.counter,
       badge("computed", `from the block's size and the number of finished sources; ${this.run.dtype}, D = ${this.run.width}`),
-      this.badge,
+      h("h3", {}, `The same for other depths, with S = ${this.size}`),
+      this.overDepth(),
+      badge("computed", "from the same counts"),
     );
     picker.start();
+  }
+
+  /** Rows per sub-layer against how many sources are finished. */
+  overDepth() {
+    const finished = Array.from({ length: 24 }, (_, i) => i + 1);
+    const lines = SCHEMES.map((scheme, i) => ({
+      name: NAMES[scheme],
+      colour: ["--run-1", "--run-2", "--muted"][i],
+      x: finished,
+      y: finished.map((n) => rowsOfBlock(scheme, this.size, n) / this.size),
+    }));
+    const { element } = chart({
+      label: "Rows for each sub-layer",
+      lines,
+      xLabel: "finished sources",
+      yLabel: "rows of D",
+      xName: (n) => plural(n, "finished source"),
+      steps: true,
+      height: 220,
+    });
+    return element;
   }
 
   compute(token = this.token) {
@@ -125,30 +155,24 @@ class PhasesFigure {
     const head = ["read", ...this.names, "log-sum-exp", "mix o", "logit of p", "gate g", "h"];
     const rows = reads.map((one, i) => {
       const phase1Done = step >= 1;
-      const merged = step >= i + 1 && step >= 1;
-      const cell = (shown, content, extra = "") => h("td", { class: `${shown ? "shown" : "waiting"} ${extra}` }, shown ? content : "");
+      const merged = step >= i + 1;
+      const cell = (shown, content) => h("td", { class: shown ? "shown" : "waiting" }, shown ? content : "");
       const all = [...this.names, `partial sum of block ${this.block + 1}`];
-      return h(
-        "tr",
-        { class: step === i + 1 || (step === 1 && i === 0) ? "row-now" : "" },
-        h("th", { scope: "row" }, readName(one.read, this.run.numSublayers)),
-        ...one.logits.map((logit) => cell(phase1Done, number(logit), "phase-1")),
-        cell(phase1Done, number(one.lse), "phase-1"),
-        cell(phase1Done, bar(one.weights, this.names, false), "phase-1"),
-        one.gate === null ? h("td", { class: "none" }, "none") : cell(merged, number(one.partialLogit), "phase-2"),
-        one.gate === null ? h("td", { class: "none" }, "none") : cell(merged, number(one.gate), "phase-2"),
-        cell(merged, bar(one.merged, all, one.gate !== null), "phase-2"),
-      );
+      return {
+        class: step === i + 1 ? "row-now" : null,
+        cells: [
+          readName(one.read, this.run.numSublayers),
+          ...one.logits.map((logit) => cell(phase1Done, number(logit))),
+          cell(phase1Done, number(one.lse)),
+          cell(phase1Done, bar(one.weights, this.names, false)),
+          one.gate === null ? h("td", { class: "none" }, "none") : cell(merged, number(one.partialLogit)),
+          one.gate === null ? h("td", { class: "none" }, "none") : cell(merged, number(one.gate)),
+          cell(merged, bar(one.merged, all, one.gate !== null)),
+        ],
+      };
     });
-    this.table.replaceChildren(
-      h(
-        "table",
-        { class: "phases" },
-        h("caption", {}, `Logits and log-sum-exp, token ${this.token + 1}: ${spoken(this.text.tokens[this.token])}`),
-        h("thead", {}, h("tr", {}, ...head.map((text) => h("th", { scope: "col" }, text)))),
-        h("tbody", {}, ...rows),
-      ),
-    );
+    const title = `Logits and log-sum-exp of token ${this.token + 1}, ${spoken(this.text.tokens[this.token])}`;
+    this.table.replaceChildren(table(title, head, rows));
     this.said.textContent = this.describe(step);
     this.drawCounter(step, reads.length, finished);
     this.badge.replaceChildren(
@@ -167,7 +191,7 @@ class PhasesFigure {
       return h(
         "div",
         { class: "meter" },
-        h("span", { class: "meter-name" }, scheme === "one read each" ? "one read for each sub-layer" : scheme === "standard" ? "standard residual" : scheme),
+        h("span", { class: "meter-name" }, NAMES[scheme]),
         h(
           "span",
           { class: "meter-track", "aria-hidden": "true" },

@@ -1,6 +1,6 @@
 // Section 6: what crosses every hop of a pipeline, naive and with cross-stage caching.
 
-import { badge, numberField, selectField } from "report/controls.js";
+import { badge, numberField, selectField, table } from "report/controls.js";
 import { runs } from "report/data.js";
 import { bytes, h, number, onWidth, plural, s } from "report/dom.js";
 import { hops, paperCached, paperNaive } from "report/maths.js";
@@ -56,7 +56,6 @@ function drawHops(svg, list, step) {
       parts.push(s("line", { x1: x, x2: x, y1: top - 10, y2: top + height, class: "svg-pass" }), s("text", { x: x + 4, y: top - 6, class: "svg-label" }, `pass ${hop.chunk / state.P + 1}`));
     }
   });
-  parts.push(s("text", { x: left, y: top - 6, class: "svg-label" }, "sources in a hop"));
   parts.push(s("text", { x: (left + width) / 2, y: top + height + 32, class: "svg-label svg-middle" }, "hop"));
   const full = top + height + 40;
   for (const [name, value] of [["viewBox", `0 0 ${width} ${full}`], ["width", width], ["height", full]]) svg.setAttribute(name, value);
@@ -102,23 +101,18 @@ function sums(list, step) {
   const seen = list.slice(0, step);
   const [naive, cached] = [total(list, "naive"), total(list, "cached")];
   const { P, V, Np } = state;
-  const row = (name, a, b, c) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, a), h("td", {}, b), h("td", {}, c));
   const size = (count) => `${plural(count, "block")}, ${bytes(count * blockBytes())}`;
   const ratio = (a, b) => (b ? `${number(a / b, 3)}×` : "");
   const most = (kind) => Math.max(0, ...list.map((hop) => hop[kind]));
-  return h(
-    "table",
-    {},
-    h("caption", {}, `One microbatch, forward; the backward pass carries as much. P = ${P}, V = ${V}, N_p = ${Np}`),
-    h("thead", {}, h("tr", {}, ...["", "naive", "cached", "naive / cached"].map((text) => h("th", { scope: "col" }, text)))),
-    h(
-      "tbody",
-      {},
-      row("so far", size(total(seen, "naive")), size(total(seen, "cached")), ratio(total(seen, "naive"), total(seen, "cached"))),
-      row("all hops, counted", size(naive), size(cached), ratio(naive, cached)),
-      row("largest hop", size(most("naive")), size(most("cached")), ratio(most("naive"), most("cached"))),
-      row("paper, eq. 7 and 8", plural(paperNaive(P, V, Np), "block"), plural(paperCached(P, V, Np), "block"), ratio(paperNaive(P, V, Np), paperCached(P, V, Np))),
-    ),
+  return table(
+    `Sent by one microbatch, forward; backward as much. P = ${P}, V = ${V}, N_p = ${Np}`,
+    ["", "naive", "cached", "naive / cached"],
+    [
+      ["so far", size(total(seen, "naive")), size(total(seen, "cached")), ratio(total(seen, "naive"), total(seen, "cached"))],
+      ["all hops, counted", size(naive), size(cached), ratio(naive, cached)],
+      ["largest hop", size(most("naive")), size(most("cached")), ratio(most("naive"), most("cached"))],
+      ["paper, eq. 7 and 8", plural(paperNaive(P, V, Np), "block"), plural(paperCached(P, V, Np), "block"), ratio(paperNaive(P, V, Np), paperCached(P, V, Np))],
+    ],
   );
 }
 
@@ -128,7 +122,7 @@ export function start(section) {
   const stage = h("div", { class: "stage" }, svg);
   const stages = h("div", { class: "stages" });
   const said = h("output", { class: "readout", "aria-live": "polite" });
-  const table = h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Blocks that cross" });
+  const numbers = h("div");
   let list = hops(state.P, state.V, state.Np);
   const player = new Player(figure, {
     label: "hops",
@@ -138,7 +132,7 @@ export function start(section) {
       drawHops(svg, list, step);
       drawStages(stages, list, step);
       said.textContent = describe(list, step);
-      table.replaceChildren(sums(list, step));
+      numbers.replaceChildren(sums(list, step));
     },
   });
   const change = (name) => (value) => {
@@ -159,12 +153,12 @@ export function start(section) {
       field("Width D", "width", 100_000),
       dtype.element,
     ),
-    h("p", { class: "keys" }, h("span", { class: "key", style: "--key: var(--naive)" }), "naive: all sources", h("span", { class: "key", style: "--key: var(--run-1)" }), "cached: only what the stage lacks"),
+    h("p", { class: "keys" }, "Sources in each hop: ", h("span", { class: "key", style: "--key: var(--naive)" }), "naive, all of them", h("span", { class: "key", style: "--key: var(--run-1)" }), "cached, only what the stage lacks"),
     stages,
     stage,
     said,
     player.controls,
-    table,
+    numbers,
     badge("computed", "counted hop by hop, the embedding included, for chunks that begin and end with a block. The paper's formulas count blocks only, and let a stage receive its own again."),
   );
   onWidth(stage, () => player.refresh());

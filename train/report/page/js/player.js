@@ -52,8 +52,7 @@ export class Player {
       h("label", { for: seekId, class: "visually-hidden" }, `Step of ${label}`),
       this.seek,
       this.position,
-      h("label", { for: speedId }, "Speed"),
-      this.speedSelect,
+      h("span", { class: "player-speed" }, h("label", { for: speedId }, "Speed"), this.speedSelect),
       h(
         "span",
         { class: "player-keys", "aria-hidden": "true" },

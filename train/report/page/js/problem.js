@@ -32,7 +32,7 @@ export function depthChart(body, runs, name, { label, yLabel, log = false, xName
     yLabel,
     log,
     xName: nameOf,
-    ticks: (x) => (Number.isInteger(x) ? x : ""),
+    steps: true,
   });
   const table = valuesTable(label, () => ({
     head: ["place", ...having.map((run) => run.name)],
@@ -58,10 +58,10 @@ function dilution(runs, body) {
     const heatmap = new Heatmap({
       label: `Share of each earlier output in each hidden state of ${run.name}`,
       describe: (row, column, value) =>
-        `${number(value, 5)} of the hidden state at ${reads[row]} is the output of ${outputs[column]}`,
+        `Share ${number(value, 5)}: ${outputs[column]}, in the hidden state ${reads[row].replace("final", "at the final")}.`,
     });
     panel.append(heatmap.element, badge("measured", at(run)));
-    heatmap.set(shares, reads, outputs);
+    heatmap.set(shares, reads.map((name) => name.replace("before ", "")), outputs);
     panel.append(
       valuesTable(`Dilution of ${run.name}`, () => ({
         head: ["hidden state", ...outputs],

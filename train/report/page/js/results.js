@@ -2,7 +2,7 @@
 
 import { chart } from "report/chart.js";
 import { refusal, runColour, sideBySide } from "report/comparing.js";
-import { badge, notice } from "report/controls.js";
+import { badge, notice, table } from "report/controls.js";
 import { comparable, data, readName, runs, sublayerName, whyMissing } from "report/data.js";
 import { h, integer, number } from "report/dom.js";
 import { depthChart } from "report/problem.js";
@@ -44,30 +44,12 @@ function comparisonTable(place) {
   if (!comparable && runs.length > 1) place.append(refusal());
   const shown = comparable ? [runs] : runs.map((run) => [run]);
   for (const group of shown) {
-    place.append(
-      h(
-        "div",
-        { class: "scroll", tabindex: 0, role: "group", "aria-label": "The runs" },
-        h(
-          "table",
-          {},
-          h("caption", {}, group.length > 1 ? "The given runs, on the same held-out text" : `Run ${group[0].name}`),
-          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "run"), ...columns.map(([name]) => h("th", { scope: "col" }, name)))),
-          h(
-            "tbody",
-            {},
-            ...group.map((run) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, h("span", { class: "swatch", style: `background: var(${runColour(run)})` }), run.name),
-                ...columns.map(([, value]) => h("td", {}, value(run))),
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
+    const title = group.length > 1 ? "The given runs, on the same held-out text" : `Run ${group[0].name}`;
+    const rows = group.map((run) => [
+      h("th", { scope: "row" }, h("span", { class: "swatch", style: `background: var(${runColour(run)})` }), run.name),
+      ...columns.map(([, value]) => value(run)),
+    ]);
+    place.append(table(title, ["run", ...columns.map(([name]) => name)], rows));
   }
   place.append(badge("measured", "one run each: differences within what another seed changes say nothing"));
 }
@@ -86,6 +68,7 @@ function scalingChart(place) {
     lines,
     xLabel: "PFLOP/s-days",
     yLabel: "loss",
+    logX: true,
     xName: (c) => `${number(c)} PFLOP/s-days`,
   });
   place.append(element, badge("quoted", data.paper.scaling.source));

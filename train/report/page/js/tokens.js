@@ -2,7 +2,7 @@
 
 import { h, uniqueId } from "report/dom.js";
 
-const VISIBLE = { "\n": "↵\n", "\t": "⇥", " ": " ", "": "␄" };
+const VISIBLE = { "\n": "↵\n", "\t": "⇥", " ": " ", "⏹": "[end]" };
 
 /** A list of tokens, of which `onchange` gets the chosen index. */
 export function tokenPicker(label, tokens, onchange, selected = Math.floor(tokens.length / 2)) {
@@ -49,5 +49,5 @@ export function tokenPicker(label, tokens, onchange, selected = Math.floor(token
 
 /** A token in quotes, white space by name. */
 export function spoken(token) {
-  return { "\n": "new line", " ": "space", "\t": "tab", "": "end of document" }[token] ?? `“${token}”`;
+  return { "\n": "new line", " ": "space", "\t": "tab", "⏹": "end of document" }[token] ?? `“${token}”`;
 }

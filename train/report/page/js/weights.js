@@ -38,7 +38,8 @@ class WeightsFigure {
       label: `Depth weights of ${run.name}`,
       describe: (row, column, value) => {
         const read = this.shown[row];
-        return `${number(value, 5)}: the read ${this.nameOf(read).replace("final read", "at the end")} of ${this.reads[read].sources[column]}`;
+        const at = read === this.reads.length - 1 ? "final read" : `read ${this.nameOf(read)}`;
+        return `Weight ${number(value, 5)}: ${this.reads[read].sources[column]}, in the ${at}.`;
       },
     });
     this.badge = h("div");
@@ -58,7 +59,7 @@ class WeightsFigure {
     const rows = this.weights();
     this.heatmap.set(
       padded(this.shown.map((read) => rows[read])),
-      this.shown.map((read) => this.nameOf(read)),
+      this.shown.map((read) => this.nameOf(read).replace("before ", "")),
       this.columns,
     );
     const of =
@@ -132,6 +133,7 @@ function entropyChart(body, run) {
     return;
   }
   const { element } = chart({
+    steps: true,
     label: "Normalised entropy of each read",
     lines: [
       { name: run.name, colour: runColour(run), x: entropy.map((_, i) => i + 1), y: entropy, points: entropy.length < 40 },
@@ -139,10 +141,9 @@ function entropyChart(body, run) {
     xLabel: "depth",
     yLabel: "entropy / log n",
     xName: (x) => readName(x - 1, run.numSublayers),
-    height: 200,
-    ticks: (x) => (Number.isInteger(x) ? x : ""),
+    height: 280,
   });
-  body.append(h("h3", {}, "How spread out a read is"), element, badge("measured", `${run.name}, step ${run.diagnostics.step}`));
+  body.append(h("h3", {}, "How spread out a read is"), h("p", { class: "hint" }, "1: all its sources weigh the same; 0: one takes all."), element, badge("measured", `${run.name}, step ${run.diagnostics.step}`));
 }
 
 export function start(section) {
@@ -162,8 +163,13 @@ export function start(section) {
   const body = h("div");
   const tabs = runChoice("Run of the depth weights", having, (run) => {
     body.replaceChildren();
-    new WeightsFigure(run).mount(body);
-    entropyChart(body, run);
+    const figure = new WeightsFigure(run);
+    const matrix = h("div");
+    const entropy = h("div");
+    // A narrow matrix leaves room beside it.
+    body.append(h("div", { class: figure.columns.length <= 8 ? "pair" : "" }, matrix, entropy));
+    figure.mount(matrix);
+    entropyChart(entropy, run);
   });
   if (having.length > 1) place.append(tabs.element);
   place.append(body);

@@ -121,7 +121,7 @@ function draw(svg, read) {
       s("rect", { x: 4, y, width: sourceWidth, height: boxHeight, rx: Math.min(4, boxHeight / 2), class: `source ${isOpen ? "source-frame" : kind}` }),
     );
     if (isOpen) {
-      const line = Math.min(6, boxHeight);
+      const line = Math.min(bar > 24 ? 6 : 3, boxHeight);
       parts.push(s("rect", { x: 4, y: y + boxHeight - line, width: (sourceWidth * open) / size, height: line, rx: line / 2, class: "source source-open" }));
     }
     if (bar >= 15) {

@@ -60,6 +60,8 @@ export class Heatmap {
     // Not Math.max(...values): there may be more of them than a call takes arguments.
     this.max = values.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-12);
     this.min = values.reduce((a, b) => Math.min(a, b), 0);
+    // Among many sources most weights are small, and the first read's is 1.
+    this.power = columnNames.length > 24 ? 0.5 : 1;
     const { row, column } = this.cursor;
     if (!this.has(row, column)) this.cursor = { row: 0, column: 0 };
     this.paint();
@@ -68,6 +70,10 @@ export class Heatmap {
 
   has(row, column) {
     return (this.matrix[row]?.[column] ?? null) !== null;
+  }
+
+  strength(share) {
+    return Math.sign(share) * Math.abs(share) ** this.power;
   }
 
   layout() {
@@ -102,7 +108,7 @@ export class Heatmap {
       values.forEach((value, column) => {
         if (value === null) return;
         const key = Math.round((value / this.max) * 255);
-        if (!shades.has(key)) shades.set(key, scale(key / 255));
+        if (!shades.has(key)) shades.set(key, scale(this.strength(key / 255)));
         const shade = shades.get(key);
         pen.fillStyle = `rgb(${shade.map(Math.round)})`;
         const [x, y] = [left + column * cell, top + row * height];
@@ -130,7 +136,8 @@ export class Heatmap {
     pen.textAlign = "right";
     const every = Math.ceil(13 / height);
     this.rowNames.forEach((name, row) => {
-      if (row % every && row !== this.rowNames.length - 1) return;
+      const last = this.rowNames.length - 1;
+      if (row !== last && (row % every || last - row < every)) return;
       pen.fillText(name, left - 8, top + (row + 0.5) * height + 4, left - 10);
     });
     if (cell < 11) return;
@@ -156,15 +163,17 @@ export class Heatmap {
   paintLegend() {
     const stops = [0, 1, 2, 3].map((i) => `var(--scale-${i})`).join(", ");
     const below = { style: "background: linear-gradient(to left, var(--scale-0), var(--scale-negative))" };
-    this.legend.replaceChildren(
+    const parts = [
       ...(this.min < 0
         ? [h("span", {}, number(-this.max, 3)), h("span", { class: "legend-bar", ...below })]
         : []),
       h("span", {}, "0"),
       h("span", { class: "legend-bar", style: `background: linear-gradient(to right, ${stops})` }),
       h("span", {}, number(this.max, 3)),
+      this.power === 1 ? null : h("span", {}, "(colour: square root)"),
       h("span", { class: "legend-blank" }, "blank: no such source"),
-    );
+    ];
+    this.legend.replaceChildren(...parts.filter((part) => part !== null));
   }
 
   onPointer(event) {

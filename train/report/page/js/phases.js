@@ -60,7 +60,7 @@ class PhasesFigure {
     this.text = run.text;
     this.size = run.blockSize;
     this.blocks = Math.ceil(run.numSublayers / this.size);
-    this.block = Math.min(1, this.blocks - 1);
+    this.block = Math.floor(this.blocks / 2);
   }
 
   mount(figure) {

@@ -165,7 +165,7 @@ export function start(section) {
     body.replaceChildren();
     const figure = new WeightsFigure(run);
     const matrix = h("div");
-    const entropy = h("div");
+    const entropy = h("div", { class: "entropy" });
     // A narrow matrix leaves room beside it.
     body.append(h("div", { class: figure.columns.length <= 8 ? "pair" : "" }, matrix, entropy));
     figure.mount(matrix);

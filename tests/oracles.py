@@ -298,6 +298,19 @@ def _attended(n_outputs: int, block_size: int | None) -> list[list[int]]:
     return attended_block(n_outputs, block_size)
 
 
+def dilution(outputs, attended: list[list[int]], weights) -> np.ndarray:
+    """Share of every output in a read, `[j, ...]`: its projection on the sum it is in, weighted.
+
+    `attended` says which outputs each source sums, `weights` `[n, ...]` are its depth weights.
+    """
+    shares = np.zeros((len(outputs), *outputs[0].shape[:-1]))
+    for js, weight in zip(attended, weights, strict=True):
+        total = sum(outputs[j] for j in js)
+        for j in js:
+            shares[j] = weight * (outputs[j] * total).sum(-1) / (total * total).sum(-1)
+    return shares
+
+
 class Stack(NamedTuple):
     hidden: np.ndarray  # [..., d], after the final norm
     outputs: list[np.ndarray]  # the embedding and L outputs of sub-layers

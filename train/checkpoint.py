@@ -34,6 +34,8 @@ MAY_CHANGE = frozenset(
         "sample_tokens",
         "non_finite",
         "max_skipped_steps",
+        "diagnostics.every",
+        "diagnostics.sequences",
         "model.remat",
         "model.reads_per_group",
         "model.attention",

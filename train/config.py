@@ -93,12 +93,29 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DiagnosticsConfig:
+    """Depth weights, norms, shares and gradients by depth, written to diagnostics.jsonl."""
+
+    every: int = 0
+    """Steps between two measurements; the first and the last state are measured too. 0: never."""
+    sequences: int = 4
+    """Held-out sequences to measure, the same each time; at most a batch, and rounded up to a
+    multiple of the devices."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "diagnostics.")
+        _require_at_least(self, "diagnostics.", 0, "every")
+        _require_at_least(self, "diagnostics.", 1, "sequences")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """One training run."""
 
     model: ModelConfig
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    diagnostics: DiagnosticsConfig = dataclasses.field(default_factory=DiagnosticsConfig)
     workdir: str
     """Folder for the resolved config, metrics and checkpoints; a run found there is resumed."""
     retrofit_from: str = ""
@@ -179,6 +196,7 @@ def from_json(values: dict[str, Any]) -> Config:
                 "model": ModelConfig(**values["model"]),
                 "data": DataConfig(**data),
                 "optimizer": OptimizerConfig(**values["optimizer"]),
+                "diagnostics": DiagnosticsConfig(**values["diagnostics"]),
             }
         )
     except (KeyError, TypeError) as error:

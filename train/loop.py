@@ -22,6 +22,7 @@ from train.data import (
     train_batches,
     validation_batches,
 )
+from train.diagnostics import DiagnosticsWriter, first_sequences, make_diagnostics_step
 from train.generate import generate
 from train.setup import Setup, abstract_setup, check_retrofit, first_state
 from train.signals import StopSignals, stopping_everywhere
@@ -133,6 +134,7 @@ def train(run: Run, command: str) -> int:
         scratch.write_text(json.dumps(run.description, indent=2) + "\n", encoding="utf-8")
         os.replace(scratch, workdir / "config.json")
     writer = metrics_lib.MetricsWriter(workdir, step)
+    diagnostics = DiagnosticsWriter(workdir, step)
     display = metrics_lib.Display(config.steps, step)
     clock = metrics_lib.Clock()
     if step:
@@ -173,11 +175,21 @@ def train(run: Run, command: str) -> int:
                 f"  bits per byte {values['validation/bits_per_byte']:.4f}"
             )
 
+    def measure(params: step_lib.Params) -> None:
+        """Measures depth on a few held-out sequences and records."""
+        with clock.paused():
+            diagnostics.write(step, diagnostics_step(params, sequences))
+
     # -------------------------------------------------------------------------- train
     train_step = step_lib.make_train_step(
         setup.graphdef, setup.optimizer, setup.schedule, mesh, config.optimizer.accumulate
     )
     evaluation_step = step_lib.make_evaluation_step(setup.graphdef, mesh)
+    diagnostics_step = make_diagnostics_step(setup.graphdef, mesh)
+    of_process = mesh.size // jax.process_count()
+    sequences = step_lib.to_devices(
+        first_sequences(run.validation.batches[0], config.diagnostics.sequences, of_process), mesh
+    )
     in_flight = None
     stop = StopSignals()
     try:
@@ -185,6 +197,8 @@ def train(run: Run, command: str) -> int:
         with stop, jax.set_mesh(mesh):
             if step and _evaluation_due(config, step) and not evaluated:
                 evaluate(state.params)  # The earlier process was told to stop before it could.
+            if step == 0 and config.diagnostics.every:
+                measure(state.params)
             compiling = True
             while step < config.steps:
                 batch = step_lib.to_devices(next(batches), mesh)
@@ -201,12 +215,15 @@ def train(run: Run, command: str) -> int:
 
                 stopping = stopping_everywhere(stop)
                 save = step % config.checkpoint_every == 0 or step == config.steps or stopping
-                if not save and not _evaluation_due(config, step):
+                measuring = _diagnostics_due(config, step)
+                if not (save or measuring or _evaluation_due(config, step)):
                     continue
                 # A step that is not finite must stop the run before its state is saved.
                 if in_flight is not None:
                     finish_step(*in_flight)
                     in_flight = None
+                if measuring:
+                    measure(state.params)
                 if _evaluation_due(config, step) and not stopping:
                     evaluate(state.params)
                     stopping = stopping_everywhere(stop)
@@ -255,6 +272,11 @@ def _show_what_it_learned(
 
 def _evaluation_due(config: Config, step: int) -> bool:
     return step % config.evaluate_every == 0 or step == config.steps
+
+
+def _diagnostics_due(config: Config, step: int) -> bool:
+    every = config.diagnostics.every
+    return every > 0 and (step % every == 0 or step == config.steps)
 
 
 def _handle_non_finite(

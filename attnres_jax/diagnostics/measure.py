@@ -187,10 +187,15 @@ def _lens(
     loss_of: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """The loss of the head at every read, one after the other, so that one has logits at a time."""
+
+    def norm_eps(state: ReadState) -> float:
+        return model.norm_eps(_num_sources(state))
+
     losses = []
-    for num_sources, group in itertools.groupby(states[:-1], key=_num_sources):
-        hidden_lbtd = jnp.stack([s.hidden.astype(states[-1].hidden.dtype) for s in group])
-        head = partial(model.head, num_sources=num_sources)
+    for _, group in itertools.groupby(states[:-1], key=norm_eps):
+        alike = list(group)
+        head = partial(model.head, num_sources=_num_sources(alike[0]))
+        hidden_lbtd = jnp.stack([s.hidden.astype(states[-1].hidden.dtype) for s in alike])
         losses.append(
             jax.lax.map(lambda hidden_btd, head=head: loss_of(head(hidden_btd)), hidden_lbtd)
         )

@@ -1,6 +1,6 @@
 """What a forward pass hands out for diagnostics, and where it lets gradients be taken."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,11 @@ class Probes(NamedTuple):
     final: jax.Array | None
 
 
-def add_probe(x: jax.Array, probe: jax.Array | None) -> jax.Array:
-    """Adds a probe where there is one."""
-    return x if probe is None else x + probe
+def add_probe(
+    x: jax.Array, probes: Probes | None, point: Literal["received", "output", "final"]
+) -> jax.Array:
+    """Adds the probe of this point, if there are probes."""
+    return x if probes is None else x + getattr(probes, point)
 
 
 def unstack_probes(probes: Probes | None, size: int) -> list[Any]:
@@ -58,11 +60,13 @@ def unstack_probes(probes: Probes | None, size: int) -> list[Any]:
     return [jax.tree.map(lambda x: x[0], one) for one in split_leading(probes, [1] * size)]
 
 
-def merged_state(read: Any, gate: jax.Array, partial_sum: jax.Array) -> ReadState:
-    """The state of a read from its phase 1 and its merge, which keeps the hidden state to itself.
+def read_state(read: Any, gate: jax.Array | None, partial_sum: jax.Array) -> ReadState:
+    """The state of a read from its phase 1 and, unless the gate is None, its merge.
 
-    The depth weights are those of both phases; `hidden` is their sum, before it is rounded.
+    A merge keeps what it read to itself: `hidden` is the sum that it took, before it is rounded.
     """
+    if gate is None:
+        return ReadState(read.output, read.weights, lse=read.lse)
     hidden_btd = (1 - gate)[..., None] * read.output.astype(jnp.float32)
     hidden_btd += gate[..., None] * partial_sum.astype(jnp.float32)
     weights = join_weights(read.weights, gate)

@@ -19,7 +19,7 @@ from attnres_jax.models.capture import (
     add_probe,
     finish_state,
     mean_square,
-    merged_state,
+    read_state,
     unstack_probes,
 )
 from attnres_jax.models.config import ModelConfig
@@ -162,7 +162,7 @@ class TransformerLM(nnx.Module):
                 captured += ones
             hidden_btd, weights = self.final_read(sources, return_weights=True)
             finished, num_sources = sources.values, len(sources.values)
-        hidden_btd = add_probe(hidden_btd, probes and probes.final)
+        hidden_btd = add_probe(hidden_btd, probes, "final")
         logits_btv = self.head(hidden_btd, num_sources)
         if not capture:
             return logits_btv
@@ -203,9 +203,8 @@ class TransformerLM(nnx.Module):
 
         def sublayer(kind, carry, layer, read):
             if carry is None:  # A block's first read has no partial sum to merge.
-                partial_sum = jnp.zeros(read.output.shape, sum_dtype)
+                partial_sum, gate = jnp.zeros(read.output.shape, sum_dtype), None
                 normed = rms_norm(read.output, layer.norm_gain, eps=self.norm_eps(n))
-                state = ReadState(read.output, read.weights, lse=read.lse)
             else:
                 partial_sum, normed, gate = merge(
                     read.output,
@@ -220,10 +219,12 @@ class TransformerLM(nnx.Module):
                     implementation=c.implementation,
                     return_gate=True,
                 )
-                state = merged_state(read, gate, partial_sum) if capture else None
-            normed = add_probe(normed, read.probe and read.probe.received)
-            update = add_probe(self._apply(kind, layer, normed), read.probe and read.probe.output)
-            return (partial_sum, update), finish_state(state, normed, update) if capture else None
+            normed = add_probe(normed, read.probe, "received")
+            update = add_probe(self._apply(kind, layer, normed), read.probe, "output")
+            if not capture:
+                return (partial_sum, update), None
+            state = read_state(read, gate, partial_sum)
+            return (partial_sum, update), finish_state(state, normed, update)
 
         step = self._recompute("full", sublayer, static_argnums=(0,))
         captured: list[Any] = []
@@ -256,8 +257,8 @@ class TransformerLM(nnx.Module):
 
         def sublayer(kind, hidden_btd, layer, probe):
             normed_btd = rms_norm(hidden_btd, layer.norm_gain, eps=self.norm_eps(1))
-            normed_btd = add_probe(normed_btd, probe and probe.received)
-            update_btd = add_probe(self._apply(kind, layer, normed_btd), probe and probe.output)
+            normed_btd = add_probe(normed_btd, probe, "received")
+            update_btd = add_probe(self._apply(kind, layer, normed_btd), probe, "output")
             one = finish_state(ReadState(hidden_btd), normed_btd, update_btd) if capture else None
             return hidden_btd + update_btd, one
 
@@ -289,9 +290,9 @@ class TransformerLM(nnx.Module):
         layers = iter(split_into_runs(stacked, [run for runs in groups for run in runs]))
         reads = self.reads
         queries_and_gains = (None, None) if reads is None else (reads.query[...], reads.gain[...])
-        probes = probes and probes._replace(final=None)
+        inner_probes = None if probes is None else probes._replace(final=None)
         sizes = [runs[-1].stop - runs[0].start for runs in groups]
-        vectors = iter(split_leading((*queries_and_gains, probes), sizes))
+        vectors = iter(split_leading((*queries_and_gains, inner_probes), sizes))
         return [
             [(*next(vectors), [next(layers) for _ in runs]) for runs in block] for block in plan
         ]

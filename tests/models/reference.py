@@ -11,6 +11,7 @@ residuals are such matrices:
 One program therefore serves all of them, and nothing here knows of phases or open blocks.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import jax
@@ -73,7 +74,10 @@ def _attention(x, query, key, value, output, theta):
     return jnp.einsum("bhts,bshk,hkd->btd", weights, v, output)
 
 
-def _logits(p, tokens, sums, filled, norm_eps, eps, theta):
+def _logits(p, tokens, sums, filled, norm_eps, eps, theta, nudges=None):
+    """`nudges` are added to outputs and to what is read, to differentiate with respect to them."""
+    if nudges is None:
+        nudges = {"output": np.zeros(len(norm_eps)), "read": np.zeros(len(norm_eps))}
     layers, size = p["attention"]["query_kernel"].shape[0], len(norm_eps)
     assert size == 2 * layers + 1
     outputs = [p["embedding_table"][tokens]]
@@ -83,7 +87,8 @@ def _logits(p, tokens, sums, filled, norm_eps, eps, theta):
         logits = (p["queries"][i] * _rms_norm(sources, p["gains"][i], eps)).sum(-1)
         weights = jax.nn.softmax(jnp.where(filled[i][:, None, None], logits, -jnp.inf), axis=0)
         hidden = jnp.einsum("nbt,nbtd->btd", weights, sources)
-        reads.append((weights, sources, jnp.sqrt((hidden * hidden).mean())))
+        reads.append((weights, sources, jnp.sqrt((hidden * hidden).mean()), hidden, outputs[-1]))
+        hidden = hidden + nudges["read"][i]
         if i == size - 1:
             break
         kind, layer = ("attention", "feed_forward")[i % 2], i // 2
@@ -96,8 +101,28 @@ def _logits(p, tokens, sums, filled, norm_eps, eps, theta):
             gate = x @ kernels["gate_kernel"]
             inner = gate / (1 + jnp.exp(-gate)) * (x @ kernels["up_kernel"])
             outputs.append(inner @ kernels["down_kernel"])
+        outputs[-1] += nudges["output"][i]
     normed = _rms_norm(hidden, p["final_norm"]["gain"], norm_eps[-1])
     return normed @ p["head_kernel"], reads
+
+
+def _loss(logits, targets, weights):
+    log_likelihood = jax.nn.log_softmax(logits, axis=-1)
+    return -(jnp.take_along_axis(log_likelihood, targets[..., None], -1)[..., 0] * weights).sum()
+
+
+@jax.jit
+def _points(p, tokens, targets, weights, nudges, *setting):
+    def loss(nudges):
+        logits, reads = _logits(p, tokens, *setting, nudges)
+        return _loss(logits, targets, weights), reads
+
+    gradients, reads = jax.grad(loss, has_aux=True)(nudges)
+    lens = [
+        _loss(_rms_norm(r[3], p["final_norm"]["gain"], eps) @ p["head_kernel"], targets, weights)
+        for r, eps in zip(reads, setting[2], strict=True)
+    ]
+    return gradients, reads, lens
 
 
 @jax.jit
@@ -125,26 +150,9 @@ def run(config: ModelConfig, params: dict, tokens, cotangent, with_setting=None)
         with_setting: Another residual than the config's.
     """
     setting = with_setting or setting_of(config)
-    size = 2 * config.num_layers + 1
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    reads, final_read = p.pop("reads", None), p.pop("final_read", None)
-    if reads is None:
-        p["queries"] = np.zeros((size, config.width))
-        p["gains"] = np.ones((size, config.width))
-    else:
-        p["queries"] = np.concatenate([reads["query"], final_read["query"][None]])
-        p["gains"] = np.concatenate([reads["gain"], final_read["gain"][None]])
-    tied = "head_kernel" not in p
-    if tied:
-        p["head_kernel"] = p["embedding_table"].T
-    repeats = config.num_heads // (config.num_kv_heads or config.num_heads)
-    for name in ("key_kernel", "value_kernel"):
-        p["attention"] = p["attention"] | {name: p["attention"][name].repeat(repeats, axis=2)}
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("allow"),
-        jax.numpy_dtype_promotion("standard"),
-    ):
+    p, repeats = _in_float64(config, params)
+    has_reads, tied = "reads" in params, "head_kernel" not in params
+    with _exactly():
         results = _logits_and_gradients(
             p,
             np.asarray(tokens),
@@ -161,7 +169,7 @@ def run(config: ModelConfig, params: dict, tokens, cotangent, with_setting=None)
     if tied:
         grads["embedding_table"] = grads["embedding_table"] + grads.pop("head_kernel").T
     queries, gains = grads.pop("queries"), grads.pop("gains")
-    if reads is not None:
+    if has_reads:
         grads["reads"] = {"query": queries[:-1], "gain": gains[:-1]}
         grads["final_read"] = {"query": queries[-1], "gain": gains[-1]}
     return Result(
@@ -171,6 +179,87 @@ def run(config: ModelConfig, params: dict, tokens, cotangent, with_setting=None)
         [r[1][filled] for r, filled in zip(reads_done, setting.filled, strict=True)],
         np.array([r[2] for r in reads_done]),
     )
+
+
+class Points(NamedTuple):
+    """What a forward pass has at each depth, and the gradients of the loss there."""
+
+    depth_weights: list  # [n, b, t] for each read
+    sources: list  # [n, b, t, d] for each read
+    hidden: list  # [b, t, d] for each read
+    outputs: list  # [b, t, d] for the embedding and each sub-layer
+    output_gradients: np.ndarray  # [l, b, t, d]
+    read_gradients: np.ndarray  # [l + 1, b, t, d]
+    lens: np.ndarray  # [l + 1], loss of the head on each read
+
+
+def points(config: ModelConfig, params: dict, tokens, weights) -> Points:
+    """Everything at each depth in float64, for the loss `sum(weights * nats)`.
+
+    Args:
+        config: A model's config.
+        params: Its parameters as nested dicts of arrays.
+        tokens: `[b, t + 1]`, the last only predicted.
+        weights: `[b, t]`.
+    """
+    setting = setting_of(config)
+    p, _ = _in_float64(config, params)
+    tokens = np.asarray(tokens)
+    shape = (*weights.shape, config.width)
+    nudges = {
+        "output": np.zeros((2 * config.num_layers, *shape)),
+        "read": np.zeros((2 * config.num_layers + 1, *shape)),
+    }
+    with _exactly():
+        results = _points(
+            p,
+            tokens[:, :-1],
+            tokens[:, 1:],
+            np.asarray(weights, np.float64),
+            nudges,
+            *setting,
+            config.norm_eps,
+            config.rope_theta,
+        )
+        gradients, reads, lens = jax.tree.map(np.asarray, results)
+    return Points(
+        [r[0][filled] for r, filled in zip(reads, setting.filled, strict=True)],
+        [r[1][filled] for r, filled in zip(reads, setting.filled, strict=True)],
+        [r[3] for r in reads],
+        [r[4] for r in reads],
+        gradients["output"],
+        gradients["read"],
+        np.array(lens),
+    )
+
+
+def _in_float64(config, params):
+    """The parameters as `_logits` takes them, and how often a key-value head is repeated."""
+    size = 2 * config.num_layers + 1
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    reads, final_read = p.pop("reads", None), p.pop("final_read", None)
+    if reads is None:
+        p["queries"] = np.zeros((size, config.width))
+        p["gains"] = np.ones((size, config.width))
+    else:
+        p["queries"] = np.concatenate([reads["query"], final_read["query"][None]])
+        p["gains"] = np.concatenate([reads["gain"], final_read["gain"][None]])
+    if "head_kernel" not in p:
+        p["head_kernel"] = p["embedding_table"].T
+    repeats = config.num_heads // (config.num_kv_heads or config.num_heads)
+    for name in ("key_kernel", "value_kernel"):
+        p["attention"] = p["attention"] | {name: p["attention"][name].repeat(repeats, axis=2)}
+    return p, repeats
+
+
+@contextlib.contextmanager
+def _exactly():
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        yield
 
 
 def random_params(config: ModelConfig, seed: int = 0, query_scale: float = 1.0) -> dict:

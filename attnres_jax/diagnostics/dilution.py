@@ -47,7 +47,9 @@ def dilution(
             shares = [*of_finished[:n], projection_shares(open_outputs, state.partial_sum)]
         alpha_nbt = state.weights
         shares = shares[: alpha_nbt.shape[0]]
-        carried = [alpha_bt[None] * share for alpha_bt, share in zip(alpha_nbt, shares, strict=True)]
+        carried = [
+            alpha_bt[None] * share for alpha_bt, share in zip(alpha_nbt, shares, strict=True)
+        ]
         rows.append(jnp.einsum("jbt,bt->j", jnp.concatenate(carried), weights_bt))
     return rows
 

@@ -1,4 +1,4 @@
-"""Which runs may stand side by side: those that saw the same text, as much of it, in one context."""
+"""Which runs may stand side by side: those that saw equally much of the same text."""
 
 import dataclasses
 from collections.abc import Sequence

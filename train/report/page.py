@@ -28,9 +28,10 @@ def render(payload: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"inline": _inline, "formula": _formula}
     return environment.get_template("page.html.j2").render(
         import_map=markupsafe.Markup(_json({"imports": modules()})),
+        inline=_inline,
+        formula=_formula,
         data=markupsafe.Markup(_json(payload)),
         **payload,
     )

@@ -55,7 +55,9 @@ def _heatmap(axis: Any, run: Run, name: str) -> None:
     matrix = _array(run, name)
     if matrix is None:
         axis.set_axis_off()
-        axis.text(0.5, 0.5, run.problems.get("diagnostics", "no diagnostics"), ha="center", wrap=True)
+        axis.text(
+            0.5, 0.5, run.problems.get("diagnostics", "no diagnostics"), ha="center", wrap=True
+        )
         return
     assert run.diagnostics is not None
     colours = LinearSegmentedColormap.from_list("depth", _HEATMAP)
@@ -83,7 +85,10 @@ def _heatmap(axis: Any, run: Run, name: str) -> None:
 def _curves(plt: Any, runs: Sequence[Run]) -> Any:
     """Magnitude and gradient by depth, and the losses where the runs may be compared."""
     figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.6), layout="constrained")
-    shown = (("read_norm", "hidden state, root mean square"), ("gradient_norm_sublayer", "gradient"))
+    shown = (
+        ("read_norm", "hidden state, root mean square"),
+        ("gradient_norm_sublayer", "gradient"),
+    )
     for axis, (name, label) in zip(axes, shown, strict=False):
         for run, colour in zip(runs, _cycle(runs), strict=True):
             values = _array(run, name)

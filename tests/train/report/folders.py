@@ -47,7 +47,12 @@ def write_run(
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
     if diagnostics:
-        measured = invented(residual, None if residual != "block" else block_size, 2 * num_layers)
+        measured = invented(
+            residual,
+            block_size if residual == "block" else None,
+            2 * num_layers,
+            seed=len(residual),
+        )
         (folder / "diagnostics.jsonl").write_text(measured.to_json() + "\n", encoding="utf-8")
     return folder
 

@@ -50,7 +50,9 @@ def test_the_page_holds_what_was_measured(run):
     for name, array in run.diagnostics.arrays.items():
         shown = np.array(data["diagnostics"]["arrays"][name], np.float64)
         np.testing.assert_array_equal(shown, array)
-    assert data["curves"]["loss"]["value"] == [line["loss"] for line in run.metrics if "loss" in line]
+    assert data["curves"]["loss"]["value"] == [
+        line["loss"] for line in run.metrics if "loss" in line
+    ]
 
 
 def test_tokens_are_packed_without_the_cells_that_do_not_exist():

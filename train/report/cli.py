@@ -91,6 +91,7 @@ def _with_text(run: Run, text: str) -> Run:
     """Adds what the newest checkpoint does token by token; without one the rest is still shown."""
     if run.settings["model"]["residual"] == "standard":
         return run
+    print(f"{run.name}: running the newest checkpoint on a text")
     try:
         return dataclasses.replace(run, text=capture(run.path, text))
     except (ValueError, CheckpointError) as error:

@@ -7,7 +7,12 @@ from typing import Any
 from train.report.run import Run
 
 _DATA_SETTINGS = (
-    *("source", "paths", "text_field", "tokenizer", "validation_fraction", "max_document_bytes"),
+    "source",
+    "paths",
+    "text_field",
+    "tokenizer",
+    "validation_fraction",
+    "max_document_bytes",
 )
 
 

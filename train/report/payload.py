@@ -61,6 +61,7 @@ def _run(run: Run) -> dict[str, Any]:
         "curves": {name: _curve(run, name) for name in _CURVES},
         "diagnostics": _diagnostics(run.diagnostics),
         "text": _captured(run.text),
+        "settings": run.settings,
         "problems": run.problems,
     }
 

@@ -31,6 +31,7 @@ def draw(runs: Sequence[Run], folder: pathlib.Path) -> list[pathlib.Path]:
     for name, make in figures.items():
         with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
             figure = make(plt, runs)
+            figure.supxlabel(_provenance(runs), fontsize=7, color="#625d54")
             paths.append(folder / name)
             figure.savefig(paths[-1], dpi=130)
             plt.close(figure)
@@ -80,14 +81,15 @@ def _heatmap(axis: Any, run: Run, name: str) -> None:
     what = "share of each output" if name == "dilution" else "mean depth weights"
     axis.set_title(f"{run.name}: {what}", fontsize=9)
     axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
 
 
 def _curves(plt: Any, runs: Sequence[Run]) -> Any:
     """Magnitude and gradient by depth, and the losses where the runs may be compared."""
     figure, axes = plt.subplots(1, 3, figsize=(12.6, 3.6), layout="constrained")
     shown = (
-        ("read_norm", "hidden state, root mean square"),
-        ("gradient_norm_sublayer", "gradient"),
+        ("read_norm", "root mean square of the hidden state"),
+        ("gradient_norm_sublayer", "gradient at each output, root mean square"),
     )
     for axis, (name, label) in zip(axes, shown, strict=False):
         for run, colour in zip(runs, _cycle(runs), strict=True):
@@ -115,6 +117,13 @@ def _losses(axis: Any, runs: Sequence[Run]) -> None:
         steps = [line["step"] for line in lines]
         axis.plot(steps, [line["loss"] for line in lines], color=colour, lw=1, label=run.name)
     axis.set(xlabel="step", ylabel="training loss, nats per token")
+
+
+def _provenance(runs: Sequence[Run]) -> str:
+    places = [
+        f"{run.name}, step {run.diagnostics.step if run.diagnostics else run.step}" for run in runs
+    ]
+    return f"measured: {'; '.join(places)}"
 
 
 def _array(run: Run, name: str) -> np.ndarray | None:

@@ -1,3 +1,4 @@
+import base64
 import dataclasses
 import json
 import re
@@ -67,8 +68,6 @@ def test_tokens_are_packed_without_the_cells_that_do_not_exist():
 
 
 def _decode(text):
-    import base64
-
     return base64.b64decode(text)
 
 

@@ -103,7 +103,9 @@ export function valuesTable(caption, build) {
   details.addEventListener("toggle", () => {
     const { head, rows } = build();
     details.querySelector("div")?.remove();
-    details.append(table(caption, head, rows));
+    const csv = [head, ...rows].map((row) => row.map((cell) => `"${cell}"`).join(",")).join("\n");
+    const link = h("a", { download: `${caption}.csv`, href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv)}` }, "Save as CSV");
+    details.append(h("div", {}, table(caption, head, rows), link));
   });
   return details;
 }

@@ -6,7 +6,7 @@ It learns from the source code of the standard library of the Python that runs i
 """
 
 from attnres_jax import ModelConfig
-from train.config import Config, OptimizerConfig
+from train.config import Config, DiagnosticsConfig, OptimizerConfig
 
 
 def get_config() -> Config:
@@ -25,6 +25,7 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(
             name="muon", learning_rate=5e-3, schedule="wsd", warmup_steps=50, decay_fraction=0.4
         ),
+        diagnostics=DiagnosticsConfig(every=50),
         steps=1100,
         batch_size=8,
         context=128,

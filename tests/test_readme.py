@@ -29,8 +29,8 @@ def shown(tmp_path_factory):
     return results
 
 
-def test_there_are_three_ways_in_of_at_most_15_lines():
-    assert len(BLOCKS) == 3
+def test_there_are_three_ways_in_and_diagnostics_of_at_most_15_lines_each():
+    assert len(BLOCKS) == 4
     assert all(len(block.splitlines()) <= 15 for block in BLOCKS)
 
 
@@ -39,6 +39,12 @@ def test_stack_and_functions_return_what_the_head_reads(shown):
     embedding, block, hidden = (shown[2][name] for name in ("embedding", "block", "hidden"))
     # Zero queries: the last read is the mean of the two sources.
     assert jax.numpy.allclose(hidden, (embedding + block) / 2, atol=1e-6)
+
+
+def test_diagnostics_are_of_every_read_and_output(shown):
+    measured = shown[3]["measured"]
+    assert measured.axes("dilution") == ("read", "output")
+    assert measured.arrays["dilution"].shape == (5, 5)
 
 
 def test_custom_forward_equals_the_stack(shown):

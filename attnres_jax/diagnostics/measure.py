@@ -92,14 +92,17 @@ def diagnose(
             f"weights_bt: expected {list(targets_bt.shape)}, one for each predicted token,"
             f" got {list(weights_bt.shape)}"
         )
-    weights_bt = weights_bt.astype(jnp.float32) / jnp.sum(weights_bt)
+    total = jnp.sum(weights_bt.astype(jnp.float32))
+    weights_bt = weights_bt.astype(jnp.float32) / total
 
     def loss_of(logits_btv: jax.Array) -> jax.Array:
         return jnp.sum(_nats(logits_btv, targets_bt) * weights_bt)
 
     def forward(probes: Probes | None):
         logits_btv, captured = model(inputs_bt, capture=True, probes=probes)
-        return loss_of(logits_btv), captured
+        loss = loss_of(logits_btv)
+        # The gradient of the summed loss stays in the range of float16; it is divided below.
+        return loss * total, (loss, captured)
 
     config = model.config
     num_sublayers = 2 * config.num_layers
@@ -107,9 +110,9 @@ def diagnose(
         shape = (num_sublayers, *inputs_bt.shape, config.width)
         zeros = jnp.zeros(shape, config.compute_dtype)
         probes = Probes(zeros, zeros, zeros[0])
-        (loss, captured), gradient = jax.value_and_grad(forward, has_aux=True)(probes)
+        gradient, (loss, captured) = jax.grad(forward, has_aux=True)(probes)
     else:
-        (loss, captured), gradient = forward(None), None
+        gradient, (loss, captured) = None, forward(None)[1]
 
     block_size = {"standard": None, "full": 1, "block": config.block_size}[config.residual]
     states, finished = captured["states"], captured["finished"]
@@ -135,11 +138,13 @@ def diagnose(
     arrays["read_norm"] = jnp.stack([norm(state.hidden) for state in states])
     arrays["dilution"] = pad(dilution(states, finished, outputs, block_size, weights_bt))
     if gradient is not None:
-        arrays["gradient_norm_sublayer"] = jnp.stack([norm(g) for g in gradient.output])
+        arrays["gradient_norm_sublayer"] = jnp.stack([norm(g) for g in gradient.output]) / total
         pulled = [
             _through_norm(model, states, i, gradient.received[i]) for i in range(num_sublayers)
         ]
-        arrays["gradient_norm_read"] = jnp.stack([norm(g) for g in [*pulled, gradient.final]])
+        arrays["gradient_norm_read"] = (
+            jnp.stack([norm(g) for g in [*pulled, gradient.final]]) / total
+        )
     if lens:
         arrays["logit_lens_loss"] = _lens(model, states, loss, loss_of)
     if per_token and block_size is not None:

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 each_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 each_residual = pytest.mark.parametrize(
-    "config", [programs.FULL, programs.GROUPED], ids=["full", "block"]
+    "config",
+    [dataclasses.replace(programs.FULL, num_layers=2), programs.GROUPED],
+    ids=["full", "block"],
 )
 
 

@@ -18,7 +18,17 @@ function roundPlaces(plot, splits) {
  * `lines`: [{ name, colour, x, y, dash, points }]; a y of null leaves a gap. `xName(x)` names a
  * place for the line of values.
  */
-export function chart({ label, lines, xLabel, yLabel, xName, log = false, logX = false, steps = false, height = 260 }) {
+export function chart({
+  label,
+  lines,
+  xLabel,
+  yLabel,
+  xName,
+  log = false,
+  logX = false,
+  steps = false,
+  height = 260,
+}) {
   const values = h("div", { class: "chart-values" });
   const announcement = h("output", { class: "visually-hidden", "aria-live": "polite" });
   const area = h("div", {
@@ -58,7 +68,11 @@ export function chart({ label, lines, xLabel, yLabel, xName, log = false, logX =
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } },
     scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : {} },
     axes: [
-      axis(xLabel, { size: 36, ...(steps ? { incrs: WHOLE, space: 32 } : {}), ...(logX ? { filter: roundPlaces, grid: { ...ruled.grid, filter: roundPlaces } } : {}) }),
+      axis(xLabel, {
+        size: 36,
+        ...(steps ? { incrs: WHOLE, space: 32 } : {}),
+        ...(logX ? { filter: roundPlaces, grid: { ...ruled.grid, filter: roundPlaces } } : {}),
+      }),
       axis(yLabel, {
         size: 58,
         values: (_, splits) => splits.map((y) => (y === null ? "" : number(y, 3))),
@@ -96,7 +110,10 @@ export function chart({ label, lines, xLabel, yLabel, xName, log = false, logX =
         h(
           "span",
           { class: "chart-value" },
-          h("span", { class: line.dash ? "key key-dashed" : "key", style: `--key: var(${line.colour})` }),
+          h("span", {
+            class: line.dash ? "key key-dashed" : "key",
+            style: `--key: var(${line.colour})`,
+          }),
           line.name,
           index === null ? null : h("b", {}, shown(nearest(columns[i]))),
         ),

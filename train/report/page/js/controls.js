@@ -104,7 +104,14 @@ export function valuesTable(caption, build) {
     const { head, rows } = build();
     details.querySelector("div")?.remove();
     const csv = [head, ...rows].map((row) => row.map((cell) => `"${cell}"`).join(",")).join("\n");
-    const link = h("a", { download: `${caption}.csv`, href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv)}` }, "Save as CSV");
+    const link = h(
+      "a",
+      {
+        download: `${caption}.csv`,
+        href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv)}`,
+      },
+      "Save as CSV",
+    );
     details.append(h("div", {}, table(caption, head, rows), link));
   });
   return details;

@@ -36,7 +36,10 @@ export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "none";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 1);
-  return value.toPrecision(digits).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return value
+    .toPrecision(digits)
+    .replace(/(\.\d*?)0+$/, "$1")
+    .replace(/\.$/, "");
 }
 
 export function integer(value) {

@@ -7,7 +7,9 @@ import { colour, h, number, onTheme, onWidth } from "report/dom.js";
 function scale(share) {
   const names = ["--scale-0", "--scale-1", "--scale-2", "--scale-3"];
   const stops = (share < 0 ? ["--scale-0", "--scale-negative"] : names).map((name) =>
-    colour(name).match(/[\d.]+/g).map(Number),
+    colour(name)
+      .match(/[\d.]+/g)
+      .map(Number),
   );
   const place = Math.min(Math.abs(share), 1) * (stops.length - 1);
   const i = Math.min(Math.floor(place), stops.length - 2);
@@ -162,7 +164,9 @@ export class Heatmap {
 
   paintLegend() {
     const stops = [0, 1, 2, 3].map((i) => `var(--scale-${i})`).join(", ");
-    const below = { style: "background: linear-gradient(to left, var(--scale-0), var(--scale-negative))" };
+    const below = {
+      style: "background: linear-gradient(to left, var(--scale-0), var(--scale-negative))",
+    };
     const parts = [
       ...(this.min < 0
         ? [h("span", {}, number(-this.max, 3)), h("span", { class: "legend-bar", ...below })]

@@ -5,7 +5,15 @@ import { runChoice } from "report/comparing.js";
 import { badge, notice, selectField, table } from "report/controls.js";
 import { readName, runs, unpack, unpackRows, whyMissing } from "report/data.js";
 import { bytes, h, number, plural } from "report/dom.js";
-import { gate, mergeWeights, phase1, rowsOfBlock, rowsOfPhase1, rowsOfSeal, rowsOfSublayer } from "report/maths.js";
+import {
+  gate,
+  mergeWeights,
+  phase1,
+  rowsOfBlock,
+  rowsOfPhase1,
+  rowsOfSeal,
+  rowsOfSublayer,
+} from "report/maths.js";
 import { Player } from "report/player.js";
 import { spoken, tokenPicker } from "report/tokens.js";
 
@@ -47,8 +55,13 @@ export function computeBlock(text, token, blockSize, block) {
 function bar(weights, names, isOpen) {
   const pieces = weights.map((weight, i) => {
     const open = isOpen && i === weights.length - 1;
-    const kind = i === 0 ? "source-embedding" : open ? "source-open" : i % 2 ? "source-even" : "source-odd";
-    return h("span", { class: `piece ${kind}`, style: `flex-grow: ${weight}`, title: `${names[i]}: ${number(weight)}` });
+    const kind =
+      i === 0 ? "source-embedding" : open ? "source-open" : i % 2 ? "source-even" : "source-odd";
+    return h("span", {
+      class: `piece ${kind}`,
+      style: `flex-grow: ${weight}`,
+      title: `${names[i]}: ${number(weight)}`,
+    });
   });
   const label = weights.map((weight, i) => `${names[i]} ${number(weight)}`).join(", ");
   return h("span", { class: "mix", role: "img", "aria-label": label }, ...pieces);
@@ -64,7 +77,10 @@ class PhasesFigure {
   }
 
   mount(figure) {
-    const blocks = Array.from({ length: this.blocks }, (_, n) => ({ value: n, text: `block ${n + 1}` }));
+    const blocks = Array.from({ length: this.blocks }, (_, n) => ({
+      value: n,
+      text: `block ${n + 1}`,
+    }));
     const field = selectField("Block", blocks, (value) => {
       this.block = Number(value);
       this.compute();
@@ -98,7 +114,10 @@ class PhasesFigure {
       this.badge,
       h("h3", {}, "Rows of width D that memory moves for one token in this block"),
       this.counter,
-      badge("computed", `from the block's size and the number of finished sources; ${this.run.dtype}, D = ${this.run.width}`),
+      badge(
+        "computed",
+        `from the block's size and the number of finished sources; ${this.run.dtype}, D = ${this.run.width}`,
+      ),
       h("h3", {}, `The same for other depths, with S = ${this.size}`),
       this.overDepth(),
       badge("computed", "from the same counts"),
@@ -156,7 +175,8 @@ class PhasesFigure {
     const rows = reads.map((one, i) => {
       const phase1Done = step >= 1;
       const merged = step >= i + 1;
-      const cell = (shown, content) => h("td", { class: shown ? "shown" : "waiting" }, shown ? content : "");
+      const cell = (shown, content) =>
+        h("td", { class: shown ? "shown" : "waiting" }, shown ? content : "");
       const all = [...this.names, `partial sum of block ${this.block + 1}`];
       return {
         class: step === i + 1 ? "row-now" : null,
@@ -165,7 +185,9 @@ class PhasesFigure {
           ...one.logits.map((logit) => cell(phase1Done, number(logit))),
           cell(phase1Done, number(one.lse)),
           cell(phase1Done, bar(one.weights, this.names, false)),
-          one.gate === null ? h("td", { class: "none" }, "none") : cell(merged, number(one.partialLogit)),
+          one.gate === null
+            ? h("td", { class: "none" }, "none")
+            : cell(merged, number(one.partialLogit)),
           one.gate === null ? h("td", { class: "none" }, "none") : cell(merged, number(one.gate)),
           cell(merged, bar(one.merged, all, one.gate !== null)),
         ],
@@ -176,7 +198,10 @@ class PhasesFigure {
     this.said.textContent = this.describe(step);
     this.drawCounter(step, reads.length, finished);
     this.badge.replaceChildren(
-      badge("measured", `logits of ${this.run.name}, newest checkpoint. Log-sum-exp, gate and mixes are computed here from them and compared with the model's at the end`),
+      badge(
+        "measured",
+        `logits of ${this.run.name}, newest checkpoint. Log-sum-exp, gate and mixes are computed here from them and compared with the model's at the end`,
+      ),
     );
   }
 
@@ -185,7 +210,8 @@ class PhasesFigure {
     const perRow = this.run.width * (this.run.dtype === "float32" ? 4 : 2);
     const meters = SCHEMES.map((scheme) => {
       let rows = step >= 1 ? rowsOfPhase1(scheme, reads, finished) : 0;
-      for (let i = 0; i < Math.min(step, reads); i += 1) rows += rowsOfSublayer(scheme, i, finished);
+      for (let i = 0; i < Math.min(step, reads); i += 1)
+        rows += rowsOfSublayer(scheme, i, finished);
       if (step > reads) rows += rowsOfSeal(scheme, reads);
       const total = rowsOfBlock(scheme, reads, finished);
       return h(
@@ -210,10 +236,20 @@ export function start(section) {
   const block = runs.filter((run) => run.residual === "block");
   const having = block.filter((run) => run.text?.logits);
   for (const run of block.filter((run) => !having.includes(run))) {
-    place.append(notice(`Logits of ${run.name} are missing.`, whyMissing(run, run.problems.text ? "text" : "logits_per_token")));
+    place.append(
+      notice(
+        `Logits of ${run.name} are missing.`,
+        whyMissing(run, run.problems.text ? "text" : "logits_per_token"),
+      ),
+    );
   }
   if (!block.length) {
-    place.append(notice("No block to show.", "None of the given runs has residual=block; with Full every read stands alone and there is no partial sum to merge."));
+    place.append(
+      notice(
+        "No block to show.",
+        "None of the given runs has residual=block; with Full every read stands alone and there is no partial sum to merge.",
+      ),
+    );
   }
   if (!having.length) return;
   const figure = h("div", { class: "figure", id: "phases-figure" });
@@ -225,4 +261,3 @@ export function start(section) {
   place.append(figure);
   tabs.start();
 }
-

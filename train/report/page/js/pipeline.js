@@ -48,17 +48,54 @@ function drawHops(svg, list, step) {
     const reached = i < step;
     const now = i === step - 1 ? " hop-now" : "";
     parts.push(
-      s("rect", { x: middle - bar, y: y(hop.naive), width: bar, height: top + height - y(hop.naive), class: `hop-naive${reached ? "" : " hop-waiting"}${now}` }, s("title", {}, `hop ${i + 1}, naive: ${hop.naive} sources`)),
-      s("rect", { x: middle, y: y(hop.cached), width: bar, height: top + height - y(hop.cached), class: `hop-cached${reached ? "" : " hop-waiting"}${now}` }, s("title", {}, `hop ${i + 1}, cached: ${hop.cached} sources`)),
+      s(
+        "rect",
+        {
+          x: middle - bar,
+          y: y(hop.naive),
+          width: bar,
+          height: top + height - y(hop.naive),
+          class: `hop-naive${reached ? "" : " hop-waiting"}${now}`,
+        },
+        s("title", {}, `hop ${i + 1}, naive: ${hop.naive} sources`),
+      ),
+      s(
+        "rect",
+        {
+          x: middle,
+          y: y(hop.cached),
+          width: bar,
+          height: top + height - y(hop.cached),
+          class: `hop-cached${reached ? "" : " hop-waiting"}${now}`,
+        },
+        s("title", {}, `hop ${i + 1}, cached: ${hop.cached} sources`),
+      ),
     );
-    if (i % every === 0) parts.push(s("text", { x: middle, y: top + height + 16, class: "svg-tick svg-middle" }, i + 1));
+    if (i % every === 0)
+      parts.push(
+        s("text", { x: middle, y: top + height + 16, class: "svg-tick svg-middle" }, i + 1),
+      );
     if (hop.chunk % state.P === 0) {
-      parts.push(s("line", { x1: x, x2: x, y1: top - 10, y2: top + height, class: "svg-pass" }), s("text", { x: x + 4, y: top - 6, class: "svg-label" }, `pass ${hop.chunk / state.P + 1}`));
+      parts.push(
+        s("line", { x1: x, x2: x, y1: top - 10, y2: top + height, class: "svg-pass" }),
+        s("text", { x: x + 4, y: top - 6, class: "svg-label" }, `pass ${hop.chunk / state.P + 1}`),
+      );
     }
   });
-  parts.push(s("text", { x: (left + width) / 2, y: top + height + 32, class: "svg-label svg-middle" }, "hop"));
+  parts.push(
+    s(
+      "text",
+      { x: (left + width) / 2, y: top + height + 32, class: "svg-label svg-middle" },
+      "hop",
+    ),
+  );
   const full = top + height + 40;
-  for (const [name, value] of [["viewBox", `0 0 ${width} ${full}`], ["width", width], ["height", full]]) svg.setAttribute(name, value);
+  for (const [name, value] of [
+    ["viewBox", `0 0 ${width} ${full}`],
+    ["width", width],
+    ["height", full],
+  ])
+    svg.setAttribute(name, value);
   svg.setAttribute("aria-label", describe(list, step));
   svg.replaceChildren(...parts);
 }
@@ -88,7 +125,10 @@ function drawStages(place, list, step) {
         h(
           "span",
           { class: "stage-cache", "aria-hidden": "true" },
-          h("span", { class: "cache-old", style: `width: ${(100 * (count - fresh[stage])) / most}%` }),
+          h("span", {
+            class: "cache-old",
+            style: `width: ${(100 * (count - fresh[stage])) / most}%`,
+          }),
           h("span", { class: "cache-new", style: `width: ${(100 * fresh[stage]) / most}%` }),
         ),
         h("small", {}, `${plural(count, "source")}${fresh[stage] ? `, ${fresh[stage]} new` : ""}`),
@@ -108,10 +148,25 @@ function sums(list, step) {
     `Sent by one microbatch, forward; backward as much. P = ${P}, V = ${V}, N_p = ${Np}`,
     ["", "naive", "cached", "naive / cached"],
     [
-      ["so far", size(total(seen, "naive")), size(total(seen, "cached")), ratio(total(seen, "naive"), total(seen, "cached"))],
+      [
+        "so far",
+        size(total(seen, "naive")),
+        size(total(seen, "cached")),
+        ratio(total(seen, "naive"), total(seen, "cached")),
+      ],
       ["all hops, counted", size(naive), size(cached), ratio(naive, cached)],
-      ["largest hop", size(most("naive")), size(most("cached")), ratio(most("naive"), most("cached"))],
-      ["paper, eq. 7 and 8", plural(paperNaive(P, V, Np), "block"), plural(paperCached(P, V, Np), "block"), ratio(paperNaive(P, V, Np), paperCached(P, V, Np))],
+      [
+        "largest hop",
+        size(most("naive")),
+        size(most("cached")),
+        ratio(most("naive"), most("cached")),
+      ],
+      [
+        "paper, eq. 7 and 8",
+        plural(paperNaive(P, V, Np), "block"),
+        plural(paperCached(P, V, Np), "block"),
+        ratio(paperNaive(P, V, Np), paperCached(P, V, Np)),
+      ],
     ],
   );
 }
@@ -140,8 +195,16 @@ export function start(section) {
     list = hops(state.P, state.V, state.Np);
     player.refresh();
   };
-  const field = (label, name, max) => numberField(label, { min: 1, max, value: state[name], onchange: change(name) }).element;
-  const dtype = selectField("Numbers", [{ value: 2, text: "2 bytes" }, { value: 4, text: "4 bytes" }], change("bytesPerNumber"));
+  const field = (label, name, max) =>
+    numberField(label, { min: 1, max, value: state[name], onchange: change(name) }).element;
+  const dtype = selectField(
+    "Numbers",
+    [
+      { value: 2, text: "2 bytes" },
+      { value: 4, text: "4 bytes" },
+    ],
+    change("bytesPerNumber"),
+  );
   figure.append(
     h(
       "div",
@@ -153,13 +216,24 @@ export function start(section) {
       field("Width D", "width", 100_000),
       dtype.element,
     ),
-    h("p", { class: "keys" }, "Sources in each hop: ", h("span", { class: "key", style: "--key: var(--naive)" }), "naive, all of them", h("span", { class: "key", style: "--key: var(--run-1)" }), "cached, only what the stage lacks"),
+    h(
+      "p",
+      { class: "keys" },
+      "Sources in each hop: ",
+      h("span", { class: "key", style: "--key: var(--naive)" }),
+      "naive, all of them",
+      h("span", { class: "key", style: "--key: var(--run-1)" }),
+      "cached, only what the stage lacks",
+    ),
     stages,
     stage,
     said,
     player.controls,
     numbers,
-    badge("computed", "counted hop by hop, the embedding included, for chunks that begin and end with a block. The paper's formulas count blocks only, and let a stage receive its own again."),
+    badge(
+      "computed",
+      "counted hop by hop, the embedding included, for chunks that begin and end with a block. The paper's formulas count blocks only, and let a stage receive its own again.",
+    ),
   );
   onWidth(stage, () => player.refresh());
   player.reset();

@@ -61,11 +61,18 @@ function dilution(runs, body) {
         `Share ${number(value, 5)}: ${outputs[column]}, in the hidden state ${reads[row].replace("final", "at the final")}.`,
     });
     panel.append(heatmap.element, badge("measured", at(run)));
-    heatmap.set(shares, reads.map((name) => name.replace("before ", "")), outputs);
+    heatmap.set(
+      shares,
+      reads.map((name) => name.replace("before ", "")),
+      outputs,
+    );
     panel.append(
       valuesTable(`Dilution of ${run.name}`, () => ({
         head: ["hidden state", ...outputs],
-        rows: shares.map((row, i) => [reads[i], ...row.map((v) => (v === null ? "" : number(v, 6)))]),
+        rows: shares.map((row, i) => [
+          reads[i],
+          ...row.map((v) => (v === null ? "" : number(v, 6))),
+        ]),
       })),
     );
   }

@@ -16,8 +16,21 @@ function lossChart(shown, body) {
   const lines = having.flatMap((run) => {
     const [training, validation] = [run.curves.loss, run.curves["validation/loss"]];
     return [
-      { name: `${run.name}, training`, colour: runColour(run), x: training.step, y: training.value, width: 1 },
-      { name: `${run.name}, held-out`, colour: runColour(run), x: validation.step, y: validation.value, dash: [6, 4], points: true },
+      {
+        name: `${run.name}, training`,
+        colour: runColour(run),
+        x: training.step,
+        y: training.value,
+        width: 1,
+      },
+      {
+        name: `${run.name}, held-out`,
+        colour: runColour(run),
+        x: validation.step,
+        y: validation.value,
+        dash: [6, 4],
+        points: true,
+      },
     ].filter((line) => line.x.length);
   });
   const { element } = chart({
@@ -28,7 +41,15 @@ function lossChart(shown, body) {
     xName: (x) => `step ${x}`,
     height: 300,
   });
-  body.append(element, badge("measured", having.map((run) => `${run.name}, ${integer(run.tokens)} tokens, seed ${run.seed}`).join("; ")));
+  body.append(
+    element,
+    badge(
+      "measured",
+      having
+        .map((run) => `${run.name}, ${integer(run.tokens)} tokens, seed ${run.seed}`)
+        .join("; "),
+    ),
+  );
 }
 
 function comparisonTable(place) {
@@ -44,24 +65,43 @@ function comparisonTable(place) {
   if (!comparable && runs.length > 1) place.append(refusal());
   const shown = comparable ? [runs] : runs.map((run) => [run]);
   for (const group of shown) {
-    const title = group.length > 1 ? "The given runs, on the same held-out text" : `Run ${group[0].name}`;
+    const title =
+      group.length > 1 ? "The given runs, on the same held-out text" : `Run ${group[0].name}`;
     const rows = group.map((run) => [
-      h("th", { scope: "row" }, h("span", { class: "swatch", style: `background: var(${runColour(run)})` }), run.name),
+      h(
+        "th",
+        { scope: "row" },
+        h("span", { class: "swatch", style: `background: var(${runColour(run)})` }),
+        run.name,
+      ),
       ...columns.map(([, value]) => value(run)),
     ]);
     place.append(table(title, ["run", ...columns.map(([name]) => name)], rows));
   }
-  place.append(badge("measured", "one run each: differences within what another seed changes say nothing"));
+  place.append(
+    badge("measured", "one run each: differences within what another seed changes say nothing"),
+  );
 }
 
 function scalingChart(place) {
   const { rows, fits } = data.paper.scaling;
-  const names = { baseline: ["baseline", "--run-2"], block: ["Block", "--run-1"], full: ["Full", "--run-3"] };
+  const names = {
+    baseline: ["baseline", "--run-2"],
+    block: ["Block", "--run-1"],
+    full: ["Full", "--run-3"],
+  };
   const x = rows.map((row) => row.compute);
   const grid = Array.from({ length: 41 }, (_, i) => 0.6 * 10 ** (i / 40));
   const lines = Object.entries(names).flatMap(([kind, [name, colour]]) => [
     { name, colour, x, y: rows.map((row) => row[kind]), points: "only" },
-    { name: `${name}, fit`, colour, x: grid, y: grid.map((c) => fits[kind].A_figure * c ** -fits[kind].a_figure), width: 1, dash: [4, 4] },
+    {
+      name: `${name}, fit`,
+      colour,
+      x: grid,
+      y: grid.map((c) => fits[kind].A_figure * c ** -fits[kind].a_figure),
+      width: 1,
+      dash: [4, 4],
+    },
   ]);
   const { element } = chart({
     label: "Loss against compute",
@@ -78,9 +118,25 @@ export function start(section) {
   sideBySide(section.querySelector("#losses"), "Run of the loss", lossChart);
   comparisonTable(section.querySelector("#comparison"));
   const over = (id, name, options) =>
-    sideBySide(section.querySelector(id), `Run: ${options.label}`, (shown, body) => depthChart(body, shown, name, options));
-  over("#magnitudes", "sublayer_norm", { label: "Magnitude of each sub-layer's output", yLabel: "root mean square", log: true, xName: sublayerName });
-  over("#gradients", "gradient_norm_sublayer", { label: "Gradient at each sub-layer's output", yLabel: "norm", log: true, xName: sublayerName });
-  over("#lens", "logit_lens_loss", { label: "Loss of the head after each read", yLabel: "nats per token", xName: readName });
+    sideBySide(section.querySelector(id), `Run: ${options.label}`, (shown, body) =>
+      depthChart(body, shown, name, options),
+    );
+  over("#magnitudes", "sublayer_norm", {
+    label: "Magnitude of each sub-layer's output",
+    yLabel: "root mean square",
+    log: true,
+    xName: sublayerName,
+  });
+  over("#gradients", "gradient_norm_sublayer", {
+    label: "Gradient at each sub-layer's output",
+    yLabel: "norm",
+    log: true,
+    xName: sublayerName,
+  });
+  over("#lens", "logit_lens_loss", {
+    label: "Loss of the head after each read",
+    yLabel: "nats per token",
+    xName: readName,
+  });
   scalingChart(section.querySelector("#scaling"));
 }

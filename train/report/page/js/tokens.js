@@ -10,11 +10,20 @@ export function tokenPicker(label, tokens, onchange, selected = Math.floor(token
   const spans = tokens.map((token, i) =>
     h(
       "span",
-      { id: `${prefix}-${i}`, role: "option", class: "token", "aria-label": `${i + 1}: ${spoken(token)}` },
+      {
+        id: `${prefix}-${i}`,
+        role: "option",
+        class: "token",
+        "aria-label": `${i + 1}: ${spoken(token)}`,
+      },
       VISIBLE[token] ?? token.replaceAll("\n", "↵\n"),
     ),
   );
-  const element = h("div", { class: "tokens", role: "listbox", tabindex: 0, "aria-label": label }, ...spans);
+  const element = h(
+    "div",
+    { class: "tokens", role: "listbox", tabindex: 0, "aria-label": label },
+    ...spans,
+  );
   let now = -1;
 
   function select(index) {
@@ -49,5 +58,7 @@ export function tokenPicker(label, tokens, onchange, selected = Math.floor(token
 
 /** A token in quotes, white space by name. */
 export function spoken(token) {
-  return { "\n": "new line", " ": "space", "\t": "tab", "⏹": "end of document" }[token] ?? `“${token}”`;
+  return (
+    { "\n": "new line", " ": "space", "\t": "tab", "⏹": "end of document" }[token] ?? `“${token}”`
+  );
 }

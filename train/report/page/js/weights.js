@@ -33,7 +33,9 @@ class WeightsFigure {
     this.meanOf = mean
       ? `mean over the tokens of ${run.name}, step ${diagnostics.step}`
       : `mean over the text below, newest checkpoint of ${run.name}`;
-    this.columns = this.reads.reduce((a, b) => (b.sources.length >= a.sources.length ? b : a)).sources;
+    this.columns = this.reads.reduce((a, b) =>
+      b.sources.length >= a.sources.length ? b : a,
+    ).sources;
     this.heatmap = new Heatmap({
       label: `Depth weights of ${run.name}`,
       describe: (row, column, value) => {
@@ -55,7 +57,9 @@ class WeightsFigure {
   }
 
   draw() {
-    this.shown = this.reads.map((_, i) => i).filter((i) => !this.kind || this.reads[i].kind === this.kind);
+    this.shown = this.reads
+      .map((_, i) => i)
+      .filter((i) => !this.kind || this.reads[i].kind === this.kind);
     const rows = this.weights();
     this.heatmap.set(
       padded(this.shown.map((read) => rows[read])),
@@ -136,26 +140,46 @@ function entropyChart(body, run) {
     steps: true,
     label: "Normalised entropy of each read",
     lines: [
-      { name: run.name, colour: runColour(run), x: entropy.map((_, i) => i + 1), y: entropy, points: entropy.length < 40 },
+      {
+        name: run.name,
+        colour: runColour(run),
+        x: entropy.map((_, i) => i + 1),
+        y: entropy,
+        points: entropy.length < 40,
+      },
     ],
     xLabel: "depth",
     yLabel: "entropy / log n",
     xName: (x) => readName(x - 1, run.numSublayers),
     height: 280,
   });
-  body.append(h("h3", {}, "How spread out a read is"), h("p", { class: "hint" }, "1: all its sources weigh the same; 0: one takes all."), element, badge("measured", `${run.name}, step ${run.diagnostics.step}`));
+  body.append(
+    h("h3", {}, "How spread out a read is"),
+    h("p", { class: "hint" }, "1: all its sources weigh the same; 0: one takes all."),
+    element,
+    badge("measured", `${run.name}, step ${run.diagnostics.step}`),
+  );
 }
 
 export function start(section) {
   const place = section.querySelector("#weights-figure");
-  const having = runs.filter((run) => run.residual !== "standard" && (array(run, "depth_weights") || run.text?.weights));
+  const having = runs.filter(
+    (run) => run.residual !== "standard" && (array(run, "depth_weights") || run.text?.weights),
+  );
   for (const run of runs) {
     if (run.residual !== "standard" && !having.includes(run)) {
-      place.append(notice(`Depth weights of ${run.name} are missing.`, whyMissing(run, "depth_weights")));
+      place.append(
+        notice(`Depth weights of ${run.name} are missing.`, whyMissing(run, "depth_weights")),
+      );
     }
   }
   if (!runs.some((run) => run.residual !== "standard")) {
-    place.append(notice("No depth weights.", "None of the given runs has residual=block or full: a standard residual has no reads."));
+    place.append(
+      notice(
+        "No depth weights.",
+        "None of the given runs has residual=block or full: a standard residual has no reads.",
+      ),
+    );
   }
   if (!having.length) return;
   // Full first: it is the general form.

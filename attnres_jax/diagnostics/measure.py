@@ -1,19 +1,19 @@
 """Measuring a model on text, in its own forward pass."""
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnres_jax.diagnostics.dilution import dilution
 from attnres_jax.diagnostics.per_token import per_token_arrays
 from attnres_jax.diagnostics.record import Diagnostics
-from attnres_jax.diagnostics.reductions import mean_norm, pad
+from attnres_jax.diagnostics.stacked import Stacked, mean_norms, stack
 from attnres_jax.models import TransformerLM
-from attnres_jax.models.capture import Probes, ReadState
+from attnres_jax.models.capture import Probes
 from attnres_jax.ops import rms_norm
 
 
@@ -115,40 +115,37 @@ def diagnose(
         gradient, (loss, captured) = None, forward(None)[1]
 
     block_size = {"standard": None, "full": 1, "block": config.block_size}[config.residual]
-    states, finished = captured["states"], captured["finished"]
-    outputs = [finished[0], *(state.output for state in states[:-1])]
-    norm = partial(mean_norm, weights_bt=weights_bt)
+    states = captured["states"]
+    stacked = stack(states, captured["finished"])
+    norms = partial(mean_norms, weights_bt=weights_bt)
     arrays: dict[str, jax.Array] = {}
-    if block_size is not None:
-        alphas = captured["depth_weights"]
-        arrays["depth_weights"] = pad([jnp.einsum("nbt,bt->n", a, weights_bt) for a in alphas])
-        arrays["entropy"] = jnp.stack([jnp.sum(_entropy(a) * weights_bt) for a in alphas])
-        finished_norms = [norm(source) for source in finished]
-        partial_norms = [
-            [] if state.partial_sum is None else [norm(state.partial_sum)] for state in states
-        ]
-        arrays["source_norm"] = pad(
+    if stacked.weights is not None and stacked.finished is not None:
+        alpha_ln = jnp.einsum("lnbt,bt->ln", stacked.weights, weights_bt)
+        arrays["depth_weights"] = jnp.where(stacked.is_source, alpha_ln, jnp.nan)
+        arrays["entropy"] = jnp.einsum("lbt,bt->l", _entropy(stacked), weights_bt)
+        finished_n = norms(stacked.finished)
+        arrays["block_norm"] = finished_n[1:]
+        norms_ln = jnp.broadcast_to(finished_n[None], alpha_ln.shape)
+        if stacked.partial_sums is not None:
+            of_partial_sum_l = stacked.at_partial_sums(norms(stacked.partial_sums))
+            norms_ln = jnp.where(stacked.is_partial_sum, of_partial_sum_l[:, None], norms_ln)
+        arrays["source_norm"] = jnp.where(stacked.is_source, norms_ln, jnp.nan)
+    arrays["sublayer_norm"] = norms(stacked.outputs[1:])
+    arrays["read_norm"] = norms(stacked.hidden)
+    arrays["dilution"] = dilution(stacked, block_size, weights_bt)
+    if gradient is not None:
+        of_reads = jnp.concatenate(
             [
-                jnp.stack([*finished_norms[: len(a) - len(partial)], *partial])
-                for a, partial in zip(alphas, partial_norms, strict=True)
+                _through_norms(model, stacked, gradient.received),
+                gradient.final.astype(jnp.float32)[None],
             ]
         )
-        arrays["block_norm"] = jnp.stack(finished_norms[1:])
-    arrays["sublayer_norm"] = jnp.stack([norm(output) for output in outputs[1:]])
-    arrays["read_norm"] = jnp.stack([norm(state.hidden) for state in states])
-    arrays["dilution"] = pad(dilution(states, finished, outputs, block_size, weights_bt))
-    if gradient is not None:
-        arrays["gradient_norm_sublayer"] = jnp.stack([norm(g) for g in gradient.output]) / total
-        pulled = [
-            _through_norm(model, states, i, gradient.received[i]) for i in range(num_sublayers)
-        ]
-        arrays["gradient_norm_read"] = (
-            jnp.stack([norm(g) for g in [*pulled, gradient.final]]) / total
-        )
+        arrays["gradient_norm_sublayer"] = norms(gradient.output) / total
+        arrays["gradient_norm_read"] = norms(of_reads) / total
     if lens:
-        arrays["logit_lens_loss"] = _lens(model, states, loss, loss_of)
-    if per_token and block_size is not None:
-        arrays |= per_token_arrays(model, states, finished)
+        arrays["logit_lens_loss"] = _lens(model, stacked, loss, loss_of)
+    if per_token and stacked.weights is not None:
+        arrays |= per_token_arrays(model, states, stacked)
     return Diagnostics(
         arrays,
         config.residual,
@@ -165,47 +162,47 @@ def _nats(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits_btv, axis=-1) - target_bt1[..., 0]
 
 
-def _entropy(alpha_nbt: jax.Array) -> jax.Array:
-    if alpha_nbt.shape[0] == 1:
-        return jnp.zeros(alpha_nbt.shape[1:])
-    # xlogy: a weight that underflowed to zero adds nothing, where 0 * log 0 is NaN.
-    entropy_bt = -jnp.sum(jax.scipy.special.xlogy(alpha_nbt, alpha_nbt), axis=0)
-    return entropy_bt / math.log(alpha_nbt.shape[0])
+def _entropy(stacked: Stacked) -> jax.Array:
+    """Over log n, 0 where n is 1: `[l, b, t]`."""
+    # xlogy: a weight of zero adds nothing, where 0 * log 0 is NaN.
+    entropy_lbt = -jnp.sum(jax.scipy.special.xlogy(stacked.weights, stacked.weights), axis=1)
+    most_l = np.log(np.maximum(stacked.num_sources, 2)).astype(np.float32)
+    is_choice_l = stacked.num_sources > 1
+    return jnp.where(is_choice_l[:, None, None], entropy_lbt / most_l[:, None, None], 0.0)
 
 
-def _through_norm(
-    model: TransformerLM, states: Sequence[ReadState], index: int, gradient_btd: jax.Array
-) -> jax.Array:
-    """From the gradient to what a sub-layer received to that of what its read returned."""
-    norms = (model.attention_norm, model.feed_forward_norm)
-    gain_d = norms[index % 2].gain[...][index // 2]
-    eps = model.norm_eps(_num_sources(states[index]))
-    hidden_btd = states[index].hidden.astype(jnp.float32)
-    pull = jax.vjp(lambda hidden_btd: rms_norm(hidden_btd, gain_d, eps=eps), hidden_btd)[1]
-    return pull(gradient_btd.astype(jnp.float32))[0]
+def _through_norms(model: TransformerLM, stacked: Stacked, gradient_lbtd: jax.Array) -> jax.Array:
+    """From gradients to what the sub-layers received to those of what their reads returned."""
+    gains = (model.attention_norm.gain[...], model.feed_forward_norm.gain[...])
+    gain_ld = jnp.stack(gains, axis=1).reshape(-1, gains[0].shape[-1])
+    eps_l = np.array([model.norm_eps(int(n)) for n in stacked.num_sources[:-1]], np.float32)
+
+    def through_norm(one):
+        hidden_btd, gain_d, eps, gradient_btd = one
+        pull = jax.vjp(lambda hidden_btd: rms_norm(hidden_btd, gain_d, eps=eps), hidden_btd)[1]
+        return pull(gradient_btd.astype(jnp.float32))[0]
+
+    return jax.lax.map(
+        through_norm, (stacked.hidden[:-1], gain_ld, jnp.asarray(eps_l), gradient_lbtd)
+    )
 
 
 def _lens(
     model: TransformerLM,
-    states: Sequence[ReadState],
+    stacked: Stacked,
     last_loss: jax.Array,
     loss_of: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """The loss of the head at every read, one after the other, so that one has logits at a time."""
+    losses, start = [], 0
+    for _, group in itertools.groupby(stacked.num_sources[:-1].tolist(), key=model.norm_eps):
+        num_sources = list(group)
+        hidden_lbtd = stacked.hidden[start : start + len(num_sources)]
+        start += len(num_sources)
+        head = partial(model.head, num_sources=num_sources[0])
 
-    def norm_eps(state: ReadState) -> float:
-        return model.norm_eps(_num_sources(state))
+        def loss_at(hidden_btd: jax.Array, head=head) -> jax.Array:
+            return loss_of(head(hidden_btd.astype(model.config.compute_dtype)))
 
-    losses = []
-    for _, group in itertools.groupby(states[:-1], key=norm_eps):
-        alike = list(group)
-        head = partial(model.head, num_sources=_num_sources(alike[0]))
-        hidden_lbtd = jnp.stack([s.hidden.astype(states[-1].hidden.dtype) for s in alike])
-        losses.append(
-            jax.lax.map(lambda hidden_btd, head=head: loss_of(head(hidden_btd)), hidden_lbtd)
-        )
+        losses.append(jax.lax.map(loss_at, hidden_lbtd))
     return jnp.concatenate([*losses, last_loss[None]])
-
-
-def _num_sources(state: ReadState) -> int:
-    return 1 if state.weights is None else state.weights.shape[0]

@@ -205,14 +205,16 @@ def test_players_obey_the_mouse(browser, report):
             figure.get_by_label("Speed").select_option("4")
             button.filter(has_text="Play").click()
             page.wait_for_function(
-                "place => Number(document.querySelector(place).textContent.split(' ')[0]) > 3",
-                arg=f"{name} .player-position",
+                "([place, end]) => document.querySelector(place).textContent === end",
+                arg=[f"{name} .player-position", f"{total} / {total}"],
             )
-            figure.get_by_label("Speed").select_option("0.5")  # It must not end before the click.
+            assert button.filter(has_text="Pause").count() == 0  # It stops by itself at the end.
+            figure.get_by_label("Speed").select_option("0.5")  # Slow enough to be met by a click.
+            button.filter(has_text="Play").click()
             button.filter(has_text="Pause").click()
-            stopped = position.inner_text()
-            page.wait_for_timeout(450)
-            assert position.inner_text() == stopped
+            assert "playing" not in figure.get_attribute("class")
+            assert position.inner_text() == f"1 / {total}"
+            button.filter(has_text="Step").click()
             button.filter(has_text="Reset").click()
             assert position.inner_text() == f"1 / {total}"
 

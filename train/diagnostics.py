@@ -61,7 +61,7 @@ class DiagnosticsWriter:
         if jax.process_index() != 0 or not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = [line for line in lines if _is_whole_and_at_most(line, step)]
         scratch = self._path.with_suffix(".tmp")
         scratch.write_text("".join(kept), encoding="utf-8")
         os.replace(scratch, self._path)
@@ -73,3 +73,10 @@ class DiagnosticsWriter:
         line = dataclasses.replace(jax.device_get(diagnostics), step=step).to_json(digits=_DIGITS)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _is_whole_and_at_most(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= step
+    except (ValueError, TypeError, KeyError):
+        return False

@@ -57,7 +57,8 @@ class Stacked(NamedTuple):
 def stack(states: Sequence[ReadState], finished: Sequence[jax.Array]) -> Stacked:
     """Stacks what a model captured."""
     hidden = jnp.stack([state.hidden.astype(jnp.float32) for state in states])
-    outputs: list[Any] = [finished[0], *(state.output for state in states[:-1])]
+    sublayer_outputs: list[Any] = [state.output for state in states[:-1]]
+    outputs = jnp.stack([finished[0], *sublayer_outputs])
     alphas = [state.weights for state in states if state.weights is not None]
     if not alphas:
         ones = np.ones(len(states), int)
@@ -70,7 +71,7 @@ def stack(states: Sequence[ReadState], finished: Sequence[jax.Array]) -> Stacked
     partial_sums: list[Any] = [s.partial_sum for s in states if s.partial_sum is not None]
     return Stacked(
         hidden,
-        jnp.stack(outputs),
+        outputs,
         jnp.stack([with_zeros(alpha) for alpha in alphas]),
         jnp.stack(finished),
         jnp.stack(partial_sums) if partial_sums else None,

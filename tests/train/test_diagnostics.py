@@ -83,6 +83,8 @@ def test_lines_after_the_step_are_dropped_also_where_nothing_is_measured_any_mor
     writer = DiagnosticsWriter(tmp_path, 0)
     for step in (0, 4, 8):
         writer.write(step, record)
+        with (tmp_path / "diagnostics.jsonl").open("a") as file:
+            file.write('[]\n{"broken\n')
     DiagnosticsWriter(tmp_path, 4)
     assert [record.step for record in read_diagnostics(tmp_path)] == [0, 4]
 

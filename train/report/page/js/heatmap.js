@@ -22,13 +22,13 @@ function readable([r, g, b]) {
 }
 
 /**
- * `matrix`: rows of numbers, null where there is no cell. `rowNames`, `columnNames`, `label` for
- * screen readers, `describe(row, column)` for the line below it.
+ * `label` for screen readers, `describe(row, column, value)` for the line below, and whether a cell
+ * `isOpen(row, column)` and gets a dot. `set` takes rows of numbers, null where there is no cell.
  */
 export class Heatmap {
-  constructor({ label, describe, onrow = () => {} }) {
+  constructor({ label, describe, isOpen = () => false }) {
     this.describe = describe;
-    this.onrow = onrow;
+    this.isOpen = isOpen;
     this.cursor = { row: 0, column: 0 };
     this.readout = h("output", { class: "readout", "aria-live": "polite" });
     this.canvas = h("canvas", { "aria-hidden": "true" });
@@ -46,7 +46,11 @@ export class Heatmap {
     this.legend = h("div", { class: "legend" });
     this.element = h("div", { class: "heatmap" }, this.area, this.legend, this.readout);
     this.area.addEventListener("keydown", (event) => this.onKey(event));
-    this.area.addEventListener("focus", () => this.show());
+    this.area.addEventListener("focus", () => {
+      this.active = true;
+      this.paint();
+      this.show();
+    });
     this.canvas.addEventListener("pointermove", (event) => this.onPointer(event));
     this.canvas.addEventListener("pointerdown", (event) => this.onPointer(event));
     onWidth(this.area, (width) => {
@@ -120,6 +124,12 @@ export class Heatmap {
           pen.font = `12px ${this.font()}`;
           pen.textAlign = "center";
           pen.fillText(value.toFixed(2), x + cell / 2, y + height / 2 + 4);
+        }
+        if (cell >= 12 && height >= 10 && this.isOpen(row, column)) {
+          pen.fillStyle = readable(shade);
+          pen.beginPath();
+          pen.arc(x + cell - 6, y + 6, 2, 0, 2 * Math.PI);
+          pen.fill();
         }
       });
     });
@@ -218,6 +228,5 @@ export class Heatmap {
     const { row, column } = this.cursor;
     if (!this.matrix) return;
     this.readout.textContent = this.describe(row, column, this.matrix[row][column]);
-    this.onrow(row);
   }
 }

@@ -37,6 +37,7 @@ class WeightsFigure {
       b.sources.length >= a.sources.length ? b : a,
     ).sources;
     this.heatmap = new Heatmap({
+      isOpen: (row, column) => this.isPartialSum(this.shown[row], column),
       label: `Depth weights of ${run.name}`,
       describe: (row, column, value) => {
         const read = this.shown[row];
@@ -49,6 +50,10 @@ class WeightsFigure {
 
   nameOf(read) {
     return readName(read, this.reads.length - 1);
+  }
+
+  isPartialSum(read, source) {
+    return this.reads[read].sources[source].startsWith("partial sum");
   }
 
   weights() {
@@ -118,6 +123,10 @@ class WeightsFigure {
       kinds.start();
     }
     body.append(this.heatmap.element, this.badge);
+    if (this.run.residual === "block") {
+      const note = "A dot: the block was still open, and this its partial sum.";
+      this.heatmap.legend.after(h("p", { class: "hint" }, note));
+    }
     body.append(
       valuesTable(`Depth weights of ${this.run.name}`, () => ({
         head: ["read", ...this.columns],

@@ -37,7 +37,7 @@ def single_phase(
         hidden = h / sqrt(mean_d(h**2) + norm_eps) * norm_gain        (h itself without norm_gain)
 
     This is for a forward pass that drives its reads one at a time, as `BlockState` is for: where
-    TPU kernels compute it, a read of n <= 2 finished sources moves n + 4 rows of d a token, and in
+    kernels compute it, a read of n <= 2 finished sources moves n + 4 rows of d a token, and in
     two phases n + 6. Where all S reads of a block are known together, `inter_block` for all of them
     and `merge` for each but the first are better: n + 6 S - 5 rows for the block, and not n + 4 for
     every read. More sources, a `Bank`, or XLA: `inter_block` with one query, then `merge`.
@@ -90,7 +90,11 @@ def single_phase(
         partial_sum, update = update, None
     norm_eps = eps if norm_eps is None else norm_eps
     chosen = _choose(implementation, values, partial_sum)
-    if isinstance(values, tuple) and _takes_one_kernel(chosen, values, partial_sum):
+    if (
+        chosen != "xla"
+        and isinstance(values, tuple)
+        and _takes_one_kernel(chosen, values, partial_sum)
+    ):
         from pallas_kernels.single_phase import op
 
         summed, hidden, weights, values = op.single_phase(
@@ -101,6 +105,7 @@ def single_phase(
             None if norm_gain_d is None else norm_gain_d.astype(jnp.float32),
             eps=eps,
             norm_eps=norm_eps,
+            implementation=chosen,
         )
         known = sources.inverse_rms if isinstance(sources, FinishedSources) else None
         following = FinishedSources(values, known)
@@ -147,8 +152,6 @@ def _choose(implementation, values, partial_sum) -> Implementation:
 
 
 def _takes_one_kernel(implementation: Implementation, values, partial_sum) -> bool:
-    if implementation == "xla":
-        return False
     from pallas_kernels.single_phase.op import unsupported
 
     return unsupported(values, partial_sum, implementation) is None

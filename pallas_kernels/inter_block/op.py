@@ -15,14 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.inter_block import launch, tiling
-from pallas_kernels.inter_block.launch import Values
+from pallas_kernels.inter_block import gpu_launch, tpu_launch
+from pallas_kernels.inter_block.call import Call, Values
 from pallas_kernels.sharding import on_each_device, reshard, sum_over_tokens, token_axes
 
 STATISTICS_NAME = "depth_attention_statistics"
 """`checkpoint_name` of the scalars per token that the gradient keeps."""
 OUTPUT_NAME = "depth_attention_output"
 """`checkpoint_name` of the outputs."""
+
+_LAUNCHERS: dict[str, Any] = {"mosaic_tpu": tpu_launch, "triton_gpu": gpu_launch}
 
 
 class Result(NamedTuple):
@@ -31,7 +33,7 @@ class Result(NamedTuple):
     Attributes:
         outputs: S arrays `[..., d]` in the dtype of the sources.
         lse: Log-sum-exp of the logits, float32 `[s, ...]`.
-        logits: float32 `[s, n, ...]`; -1e30 for rows past a bank's count.
+        logits: float32 `[s, n, ...]`; at most -1e30 for rows past a bank's count.
         inverse_rms: Of each source and token, float32 `[n, ...]`. Not differentiable.
         values: The sources, to be read from now on.
     """
@@ -49,21 +51,9 @@ def unsupported(values: Values, num_reads: int, implementation: str) -> str | No
     Args:
         values: n arrays `[..., d]`, or a bank `[n, ..., d]`.
         num_reads: How many queries read them together.
-        implementation: "mosaic_tpu".
+        implementation: "mosaic_tpu" or "triton_gpu".
     """
-    if implementation != "mosaic_tpu":
-        return f"there are no {implementation} kernels of phase 1"
-    dtype = values[0].dtype
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return f"TPU kernels take bfloat16 and float32 sources, and these are {dtype}"
-    if not isinstance(values, tuple) and len(values) > tiling.MAX_SOURCES:
-        return f"TPU kernels take banks of up to {tiling.MAX_SOURCES} rows, got {len(values)}"
-    if values[0].size and launch.num_chunks(values, num_reads) is None:
-        return (
-            f"no tile of {len(values)} sources, {num_reads} reads and width {values[0].shape[-1]}"
-            " fits in this TPU's vector memory; read fewer at a time"
-        )
-    return None
+    return _LAUNCHERS[implementation].unsupported(values, num_reads)
 
 
 def inter_block(
@@ -74,7 +64,7 @@ def inter_block(
     implementation: Literal["mosaic_tpu", "triton_gpu"],
     count: jax.Array | None = None,
     inverse_rms: jax.Array | None = None,
-    tiling: tiling.Tiling | None = None,
+    tiling: Any = None,
     interpret: Any = False,
 ) -> Result:
     """Reads sources with S queries at once: `o_s = sum_n softmax_n(<w_s, v_n> r_n) v_n`.
@@ -87,13 +77,13 @@ def inter_block(
         count: How many leading rows of the bank count, int32. The others are neither fetched nor
             touched, and get zero gradient.
         inverse_rms: `r` of the leading sources, from an earlier result.
-        tiling: Shape of a grid step; None chooses it.
+        tiling: How those kernels are launched; None chooses it.
         interpret: Passed to `pallas_call`: how to run TPU kernels on a CPU.
 
     Returns:
         See `Result`. Reverse mode only.
     """
-    call = launch.Call(implementation, eps, tiling, interpret)
+    call = Call(implementation, eps, tiling, interpret)
     by_token = _Specs(token_axes(values[0].shape))
     specs = by_token.values(not isinstance(values, tuple)), by_token.whole
     # Outside the rule, so that gradients have the types of what they are gradients of.
@@ -143,7 +133,7 @@ def _run_forward(call, values, folded_sd, count, inverse_rms):
     if not math.prod(leading):
         lse, logits, inverse_rms = (jnp.zeros((*shape, *leading)) for shape in ((s,), (s, n), (n,)))
         return Result((values[0],) * s, lse, logits, inverse_rms, values), None
-    spec = token_axes(values[0].shape)
+    spec, launch = token_axes(values[0].shape), _LAUNCHERS[call.implementation]
 
     def run(values, folded_sd, count, inverse_rms):
         local = values[0].shape[:-1]
@@ -163,7 +153,7 @@ def _run_forward(call, values, folded_sd, count, inverse_rms):
     lse, logits, inverse_rms = checkpoint_name((lse, logits, inverse_rms), STATISTICS_NAME)
     outputs = checkpoint_name(tuple(x.astype(values[0].dtype) for x in exact), OUTPUT_NAME)
     result = Result(outputs, lse, logits, inverse_rms, values)
-    if len(launch.source_chunks(call, values, s)) == 1:
+    if not launch.needs_outputs(call, values, s):
         return result, None
     # Each launch of the backward sees a part of the softmax, whose gradient needs the whole output,
     # better than bfloat16 holds it: hence what rounding took off.
@@ -177,7 +167,7 @@ def _run_backward(call, kept, cotangents):
     bank = not isinstance(values, tuple)
     if not values[0].size:
         return values if dvalues is None else dvalues, jnp.zeros_like(folded_sd)
-    spec = token_axes(values[0].shape)
+    spec, launch = token_axes(values[0].shape), _LAUNCHERS[call.implementation]
 
     def run(values, folded_sd, count, statistics, outputs, doutputs, dvalues):
         rows = partial(_flatten_rows, bank=False)

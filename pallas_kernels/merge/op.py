@@ -3,8 +3,6 @@
 The gradient keeps the output of phase 1, the new partial sum, and a few scalars per token.
 """
 
-import dataclasses
-import math
 from functools import partial
 from typing import Any, Literal
 
@@ -14,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import chips
-from pallas_kernels.merge import tiling as tilings
+from pallas_kernels.merge import gpu_launch, tpu_launch
+from pallas_kernels.merge.call import Call
 from pallas_kernels.sharding import on_each_device, reshard, sum_over_tokens, token_axes
 
 STATISTICS_NAME = "depth_attention_statistics"
@@ -25,16 +23,7 @@ OUTPUT_NAME = "depth_attention_output"
 PARTIAL_SUM_NAME = "partial_sum"
 """`checkpoint_name` of the new partial sum."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What is static in a call."""
-
-    implementation: Literal["mosaic_tpu", "triton_gpu"]
-    eps: float
-    norm_eps: float
-    tiling: tilings.Tiling | None
-    interpret: Any
+_LAUNCHERS: dict[str, Any] = {"mosaic_tpu": tpu_launch, "triton_gpu": gpu_launch}
 
 
 def unsupported(output: jax.Array, summed: jax.Array, implementation: str) -> str | None:
@@ -43,16 +32,9 @@ def unsupported(output: jax.Array, summed: jax.Array, implementation: str) -> st
     Args:
         output: Output of phase 1, `[..., d]`.
         summed: An array of the dtype of the partial sum.
-        implementation: "mosaic_tpu".
+        implementation: "mosaic_tpu" or "triton_gpu".
     """
-    if implementation != "mosaic_tpu":
-        return f"there are no {implementation} kernels of phase 2"
-    for x in (output, summed):
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"TPU kernels take bfloat16 and float32 arrays, and one is {x.dtype}"
-    if output.size and None in _tilings(output, summed):
-        return f"no tile of width {output.shape[-1]} fits in this TPU's vector memory"
-    return None
+    return _LAUNCHERS[implementation].unsupported(output, summed)
 
 
 def merge(
@@ -66,7 +48,7 @@ def merge(
     eps: float,
     norm_eps: float,
     implementation: Literal["mosaic_tpu", "triton_gpu"],
-    tiling: tilings.Tiling | None = None,
+    tiling: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds the update to the partial sum, reads it beside phase 1, and normalises the read.
@@ -81,13 +63,13 @@ def merge(
         eps: Added to the mean square of the sum.
         norm_eps: Added to the mean square of the read.
         implementation: Whose kernels.
-        tiling: Shape of a grid step; None chooses it.
+        tiling: How those kernels are launched; None chooses it.
         interpret: Passed to `pallas_call`: how to run TPU kernels on a CPU.
 
     Returns:
         The new partial sum, hidden, and the gate, float32 `[...]`. Reverse mode only.
     """
-    call = _Call(implementation, eps, norm_eps, tiling, interpret)
+    call = Call(implementation, eps, norm_eps, tiling, interpret)
     rows, scalars, whole = _specs(token_axes(output.shape))
     # Outside the rule, so that gradients have the types of what they are gradients of.
     primals = reshard(
@@ -120,9 +102,9 @@ def _merge_backward(call, residuals, cotangents):
     per_token = PartitionSpec(None, *scalars)
 
     def run(output, summed, statistics, folded_d, norm_gain_d, dsummed, dhidden, dgate):
-        from pallas_kernels.merge import mosaic_tpu
-
-        doutput, dlse, dsum, *dvectors = mosaic_tpu.backward(
+        launch = _LAUNCHERS[call.implementation]
+        doutput, dlse, dsum, *dvectors = launch.run_backward(
+            call,
             _flat(output),
             _flat(summed),
             folded_d,
@@ -131,8 +113,6 @@ def _merge_backward(call, residuals, cotangents):
             _flat(dsummed),
             _flat(dhidden),
             None if dgate is None else dgate.reshape(-1),
-            tiling=call.tiling or _tilings(output, summed)[1],
-            interpret=call.interpret,
         )
         shape = output.shape
         tokens = (doutput.reshape(shape), dlse.reshape(shape[:-1]), dsum.reshape(shape))
@@ -173,19 +153,15 @@ def _run_forward(call, output, lse, partial_sum, update, folded_d, norm_gain_d):
     rows, scalars, whole = _specs(spec)
 
     def run(output, lse, partial_sum, update, folded_d, norm_gain_d):
-        from pallas_kernels.merge import mosaic_tpu
-
-        summed, hidden, gate, statistics = mosaic_tpu.forward(
+        launch = _LAUNCHERS[call.implementation]
+        summed, hidden, gate, statistics = launch.run_forward(
+            call,
             _flat(output),
             lse.reshape(-1),
             None if partial_sum is None else _flat(partial_sum),
             None if update is None else _flat(update),
             folded_d,
             norm_gain_d,
-            eps=call.eps,
-            norm_eps=call.norm_eps,
-            tiling=call.tiling or _tilings(output, parts[0])[0],
-            interpret=call.interpret,
         )
         shape = output.shape
         statistics = statistics.reshape(-1, *shape[:-1])
@@ -206,18 +182,6 @@ def _specs(tokens: PartitionSpec | None) -> tuple[PartitionSpec, PartitionSpec, 
     """How rows `[..., d]`, scalars `[...]` and vectors are cut, given how tokens are."""
     tokens = tokens or PartitionSpec()
     return PartitionSpec(*tokens, None), tokens, PartitionSpec()
-
-
-def _tilings(output: jax.Array, summed: jax.Array) -> list[Any]:
-    """Of the forward and of the backward."""
-    t, d = math.prod(output.shape[:-1]), output.shape[-1]
-    dtype = max(output.dtype, summed.dtype, key=lambda dtype: dtype.itemsize)
-    choose = partial(tilings.choose_tiling, t=t, d=d, dtype=dtype, vmem_bytes=_chip().vmem_bytes)
-    return [choose("forward"), choose("backward")]
-
-
-def _chip() -> chips.Chip:
-    return chips.current() or chips.UNKNOWN
 
 
 def _flat(x: jax.Array) -> jax.Array:

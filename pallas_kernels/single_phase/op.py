@@ -5,8 +5,6 @@ sources are also a result. Whoever reads them next takes that, so that its gradi
 cotangents, and are added to in place.
 """
 
-import dataclasses
-import math
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,11 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import chips
+from pallas_kernels.merge.call import Call
 from pallas_kernels.merge.op import OUTPUT_NAME, PARTIAL_SUM_NAME, STATISTICS_NAME
-from pallas_kernels.merge.tiling import Tiling
 from pallas_kernels.sharding import on_each_device, sum_over_tokens, token_axes
-from pallas_kernels.single_phase import tiling as tilings
+from pallas_kernels.single_phase import gpu_launch, tpu_launch
+from pallas_kernels.single_phase.tiling import MOST_SOURCES
+
+_LAUNCHERS: dict[str, Any] = {"mosaic_tpu": tpu_launch, "triton_gpu": gpu_launch}
 
 
 class Result(NamedTuple):
@@ -39,16 +39,6 @@ class Result(NamedTuple):
     values: tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What is static in a call."""
-
-    eps: float
-    norm_eps: float
-    tiling: Tiling | None
-    interpret: Any
-
-
 def unsupported(
     values: tuple[jax.Array, ...], summed: jax.Array, implementation: str
 ) -> str | None:
@@ -57,19 +47,11 @@ def unsupported(
     Args:
         values: n finished sources, `[..., d]`.
         summed: An array of the dtype of the partial sum.
-        implementation: "mosaic_tpu".
+        implementation: "mosaic_tpu" or "triton_gpu".
     """
-    if implementation != "mosaic_tpu":
-        return f"there are no {implementation} kernels of single reads"
-    if len(values) > tilings.MOST_SOURCES:
-        return f"single reads take up to {tilings.MOST_SOURCES} sources, got {len(values)}"
-    for x in (values[0], summed):
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"TPU kernels take bfloat16 and float32 arrays, and one is {x.dtype}"
-    fits = _choose_tiling("forward", values, summed) and _choose_tiling("backward", values, summed)
-    if summed.size and not fits:
-        return f"no tile of width {summed.shape[-1]} fits in this TPU's vector memory"
-    return None
+    if len(values) > MOST_SOURCES:
+        return f"single reads take up to {MOST_SOURCES} sources, got {len(values)}"
+    return _LAUNCHERS[implementation].unsupported(values, summed)
 
 
 def single_phase(
@@ -81,7 +63,8 @@ def single_phase(
     *,
     eps: float,
     norm_eps: float,
-    tiling: Tiling | None = None,
+    implementation: Literal["mosaic_tpu", "triton_gpu"],
+    tiling: Any = None,
     interpret: Any = False,
 ) -> Result:
     """Adds the update to the partial sum, reads it beside the sources, and normalises the read.
@@ -94,13 +77,14 @@ def single_phase(
         norm_gain_d: float32 gain of the norm that follows; None: hidden is the read itself.
         eps: Added to the mean square of each source and of the sum.
         norm_eps: Added to the mean square of the read.
-        tiling: Shape of a grid step; None chooses it.
+        implementation: Whose kernels.
+        tiling: How those kernels are launched; None chooses it.
         interpret: Passed to `pallas_call`: how to run TPU kernels on a CPU.
 
     Returns:
         See `Result`. Reverse mode only.
     """
-    call = _Call(eps, norm_eps, tiling, interpret)
+    call = Call(implementation, eps, norm_eps, tiling, interpret)
     return _read(call, values, partial_sum, update, folded_d, norm_gain_d)
 
 
@@ -127,10 +111,9 @@ def _read_backward(call, residuals, cotangents):
     rows, scalars, whole = _specs(spec)
 
     def run(values, summed, statistics, folded_d, norm_gain_d, dsummed, dhidden, dweights, dvalues):
-        from pallas_kernels.single_phase import mosaic_tpu
-
-        shape = summed.shape
-        dvalues, dsum, *dvectors = mosaic_tpu.backward(
+        shape, launch = summed.shape, _LAUNCHERS[call.implementation]
+        dvalues, dsum, *dvectors = launch.run_backward(
+            call,
             tuple(map(_flat, values)),
             _flat(summed),
             folded_d,
@@ -139,9 +122,7 @@ def _read_backward(call, residuals, cotangents):
             _flat(dsummed),
             _flat(dhidden),
             None if dweights is None else dweights.reshape(dweights.shape[0], -1),
-            dvalues=None if dvalues is None else tuple(map(_flat, dvalues)),
-            tiling=_tile(call, "backward", values, summed),
-            interpret=call.interpret,
+            None if dvalues is None else tuple(map(_flat, dvalues)),
         )
         dvalues = tuple(x.reshape(shape) for x in dvalues)
         return dvalues, dsum.reshape(shape), *sum_over_tokens(tuple(dvectors), spec)
@@ -182,19 +163,14 @@ def _run_forward(call, values, partial_sum, update, folded_d, norm_gain_d):
     rows, scalars, whole = _specs(spec)
 
     def run(values, partial_sum, update, folded_d, norm_gain_d):
-        from pallas_kernels.single_phase import mosaic_tpu
-
-        shape = values[0].shape
-        summed, hidden, weights, statistics = mosaic_tpu.forward(
+        shape, launch = values[0].shape, _LAUNCHERS[call.implementation]
+        summed, hidden, weights, statistics = launch.run_forward(
+            call,
             tuple(map(_flat, values)),
             None if partial_sum is None else _flat(partial_sum),
             None if update is None else _flat(update),
             folded_d,
             norm_gain_d,
-            eps=call.eps,
-            norm_eps=call.norm_eps,
-            tiling=_tile(call, "forward", values, parts[0]),
-            interpret=call.interpret,
         )
         per_token = [x.reshape(-1, *shape[:-1]) for x in (weights, statistics)]
         return summed.reshape(shape), hidden.reshape(shape), *per_token
@@ -211,31 +187,6 @@ def _specs(tokens: PartitionSpec | None) -> tuple[PartitionSpec, PartitionSpec, 
     """How rows `[..., d]`, scalars `[k, ...]` and vectors are cut, given how tokens are."""
     tokens = tokens or PartitionSpec()
     return PartitionSpec(*tokens, None), PartitionSpec(None, *tokens), PartitionSpec()
-
-
-def _choose_tiling(
-    kind: Literal["forward", "backward"], values: tuple[jax.Array, ...], summed: jax.Array
-) -> Tiling | None:
-    return tilings.choose_tiling(
-        kind,
-        n=len(values),
-        t=math.prod(summed.shape[:-1]),
-        d=summed.shape[-1],
-        dtype=max(values[0].dtype, summed.dtype, key=lambda dtype: dtype.itemsize),
-        vmem_bytes=(chips.current() or chips.UNKNOWN).vmem_bytes,
-    )
-
-
-def _tile(
-    call: _Call,
-    kind: Literal["forward", "backward"],
-    values: tuple[jax.Array, ...],
-    summed: jax.Array,
-) -> Tiling:
-    tile = call.tiling or _choose_tiling(kind, values, summed)
-    if tile is None:
-        raise ValueError(unsupported(values, summed, "mosaic_tpu"))
-    return tile
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -1,15 +1,18 @@
-"""Compiles a training step of a small block model for chips of a described TPU slice.
+"""Compiles a training step of a small block model for described TPUs or a described H200.
 
     python -m tests.aot.compile_step '{"mesh": {"data": 8}, "implementation": null}'
+    python -m tests.aot.compile_step '{"gpu": true, "implementation": "triton_gpu"}'
 
 Prints one JSON line about the compiled program. Run by `tests/test_aot.py`, in a process of its own
 because libtpu reads its settings when it is loaded.
 """
 
+import collections
 import json
 import math
 import re
 import sys
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +24,32 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attnres_jax import ModelConfig, TransformerLM
 from tests.aot.compile_kernels import kernels_in
+from tests.pallas_kernels.described_gpu import h200_devices
 from train.step import initial_state, make_train_step
 
 B, T, D = 2, 384, 256
 """Sequences along each position of "data", tokens in them, and width; D occurs as nothing else, and
 no parameter has a multiple of B * T * D elements: the shape of an array says what it holds."""
 LAYERS, BLOCK_SIZE = 4, 4
+GPU_BATCH = 32
+
+
+def tpu_mesh(shape: dict[str, int]) -> Mesh:
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2")
+    devices = np.array(topology.devices[: math.prod(shape.values())])
+    return Mesh(
+        devices.reshape(*shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+def gpu_mesh() -> Mesh:
+    return Mesh(np.array(h200_devices()), ("data",), axis_types=(AxisType.Auto,))
 
 
 def compile_step(
-    mesh_shape: dict[str, int], implementation: str | None, remat: str, attention: str
+    mesh: Mesh, implementation: str | None, remat: str, attention: str, batch_size: int = B
 ) -> jax.stages.Compiled:
     """AdamW on the loss of a model whose blocks are too short to scan anything."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2")
-    devices = np.array(topology.devices[: math.prod(mesh_shape.values())])
-    mesh = Mesh(
-        devices.reshape(*mesh_shape.values()),
-        tuple(mesh_shape),
-        axis_types=(AxisType.Auto,) * len(mesh_shape),
-    )
     config = ModelConfig(
         vocab_size=512,
         width=D,
@@ -56,7 +66,7 @@ def compile_step(
     graphdef, params = nnx.split(model, nnx.Param)
     optimizer, schedule = optax.adamw(1e-3), optax.constant_schedule(1e-3)
     state = jax.eval_shape(lambda params: initial_state(params, optimizer), params)
-    batch = {"tokens": jax.ShapeDtypeStruct((B * mesh_shape["data"], T + 1), jnp.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((batch_size * mesh.shape["data"], T + 1), jnp.int32)}
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -66,7 +76,9 @@ def compile_step(
 
     with jax.set_mesh(mesh):
         step = make_train_step(graphdef, optimizer, schedule, mesh)
-        return step.lower(on_mesh(state), on_mesh(batch, "data")).compile()
+        traced = step.trace(on_mesh(state), on_mesh(batch, "data"))
+        platform = "tpu" if mesh.devices.flat[0].platform == "tpu" else "cuda"
+        return traced.lower(lowering_platforms=(platform,)).compile()
 
 
 def activations(shape: list[int], tokens: int) -> int:
@@ -95,6 +107,23 @@ def gathers_in(hlo: str) -> list[str]:
     return [x for x in shapes if str(D) in x.split(",")]
 
 
+# Characters of HLO's strings, as in C; other bytes are two hexadecimal digits.
+ESCAPED = {"n": "0A", "t": "09", "r": "0D", '"': "22", "'": "27", "\\": "5C"}
+
+
+def triton_kernels_in(hlo: str) -> dict[str, int]:
+    """How often a compiled program launches each Triton kernel of ours."""
+    found = collections.Counter()
+    for text in re.findall(r'triton_kernel_call_ffi".*?opaque = "((?:[^"\\]|\\.)*)"', hlo):
+        call = re.sub(r"\\([0-9A-F]{2}|.)", lambda m: chr(int(ESCAPED.get(m[1], m[1]), 16)), text)
+        name = re.search(
+            rb"(?:inter_block|merge|single_phase)_[a-z_]+|sum_rows",
+            zlib.decompress(call.encode("latin1")),
+        )
+        found[name[0].decode() if name else "?"] += 1
+    return dict(found)
+
+
 def stacking_read() -> jax.stages.Compiled:
     """The gradient of reads of a stack of sources, as the paper's pseudo-code has it."""
 
@@ -116,22 +145,27 @@ def stacking_read() -> jax.stages.Compiled:
 def main(settings: dict) -> None:
     if settings == {"stacking_read": True}:
         compiled, tokens = stacking_read(), B * T
+    elif settings.get("gpu"):
+        # Many tokens, so that activations are most of what it keeps.
+        tokens = GPU_BATCH * T
+        compiled = compile_step(gpu_mesh(), settings["implementation"], "none", "xla", GPU_BATCH)
     else:
-        mesh_shape = settings["mesh"]
+        shape = settings["mesh"]
         compiled = compile_step(
-            mesh_shape,
+            tpu_mesh(shape),
             settings["implementation"],
             settings.get("remat", "none"),
             settings.get("attention", "splash"),
         )
-        tokens = B * T // mesh_shape.get("sequence", 1)
+        tokens = B * T // shape.get("sequence", 1)
     hlo = compiled.as_text()
     print(
         json.dumps(
             {
-                "kernels": kernels_in(hlo),
+                "kernels": triton_kernels_in(hlo) if settings.get("gpu") else kernels_in(hlo),
                 "stacks": stacks_in(hlo, tokens),
                 "gathered": gathers_in(hlo),
+                "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
             }
         )
     )

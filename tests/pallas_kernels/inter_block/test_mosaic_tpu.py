@@ -58,12 +58,12 @@ class Case:
 
     def __str__(self):
         changed = [
-            f"{f.name}={getattr(self, f.name)}"
+            f"{f.name}{getattr(self, f.name)}"
             for f in dataclasses.fields(self)[5:]
             if getattr(self, f.name) != f.default
         ]
-        shape = f"n={self.n} s={self.s} t={self.t} d={self.d} {jnp.dtype(self.dtype).name}"
-        return " ".join([shape, *changed])
+        shape = f"n{self.n}-s{self.s}-t{self.t}-d{self.d}-{jnp.dtype(self.dtype).name}"
+        return "-".join([shape, *changed])
 
 
 def float32(tree):
@@ -183,10 +183,10 @@ def run_and_assert(case, interpret):
         Case(1, 1, 1, 1),
         Case(1, 3, 7, 100, BF16, tokens=128),
         Case(2, 1, 7, 130, tokens=64),
-        Case(1, 17, 7, 100, BF16, tokens=32),  # two tiles of reads
-        Case(5, 2, 40, 100, known=5),
+        Case(1, 17, 7, 100, BF16),  # two tiles of reads
+        Case(3, 2, 40, 100, known=3),
         Case(4, 2, 32, 130, BF16, accumulate=True, known=3),
-        Case(9, 2, 16, 100, BF16, known=4, unroll=2),
+        Case(9, 1, 16, 100, BF16, known=4, unroll=2),
     ],
     ids=str,
 )
@@ -198,7 +198,7 @@ def test_kernels_match_the_oracle_in_a_simulated_tpu(case):
     "case",
     [
         Case(3, 2, 129, 130),
-        Case(2, 2, 300, 1168, tokens=256, columns=384),
+        Case(2, 1, 300, 1168, tokens=256, columns=384),
         Case(2, 2, 300, 1168, BF16, tokens=256, columns=512),
         Case(2, 1, 256, 256, BF16, tokens=128, accumulate=True),
     ],
@@ -216,10 +216,9 @@ def test_kernels_match_the_oracle(case):
     [
         Case(2, 24, 7, 100, BF16),
         Case(9, 3, 7, 100, BF16),
-        Case(9, 2, 7, 100, BF16),
         Case(9, 5, 7, 100, BF16, matrix_width=256),
         Case(11, 3, 7, 100, BF16),
-        Case(16, 3, 7, 100, BF16),
+        Case(16, 2, 7, 100, BF16),
         Case(6, 3, 129, 130, matrix_width=32),
         Case(7, 1, 129, 1, tokens=64, matrix_width=32),
         Case(5, 2, 40, 257, BF16, tokens=32, matrix_width=32),
@@ -257,7 +256,7 @@ def test_every_number_of_sources_can_be_traced(n, matrix_width):
 
 @pytest.mark.parametrize(
     "case, interpret",
-    [(Case(3, 2, 32, 100), TPU), (Case(3, 2, 16, 100, BF16), HLO)],
+    [(Case(3, 2, 32, 100), TPU), (Case(2, 2, 16, 100, BF16), HLO)],
     ids=["float32-tpu", "bfloat16-hlo"],
 )
 def test_a_bank_of_any_count(case, interpret):

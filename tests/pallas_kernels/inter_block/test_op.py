@@ -372,7 +372,8 @@ def test_full_attention_residuals_as_one_scan_over_all_layers():
             bank, _ = jax.lax.scan(
                 jax.checkpoint(layer), ops.Bank.create(embedding, n_sublayers + 1), layers
             )
-            return read(bank, p.queries[-1], p.gains[-1], p.norm_gains[-1])
+            last = ops.depth_attention(bank, p.queries[-1], p.gains[-1], eps=EPS)
+            return ops.rms_norm(last, p.norm_gains[-1], eps=EPS)
 
         hidden, pullback = jax.vjp(stack, embedding, parameters)
         return hidden, *pullback(cotangent)
@@ -396,7 +397,6 @@ def test_what_the_kernels_cannot_read():
     wide = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)
     assert reason((wide,) * 3) is None
     assert reason((wide,) * 129) is None  # in several launches
-    assert "triton_gpu" in reason((wide,), name="triton_gpu")
     half = jax.ShapeDtypeStruct((128, 256), jnp.float16)
     assert "float16" in reason((half,) * 3)
     bank = jnp.zeros((tiling.MAX_SOURCES + 1, 1, 1))

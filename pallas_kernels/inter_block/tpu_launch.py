@@ -1,27 +1,30 @@
-"""Launches the kernels of phase 1, on as many sources at a time as fit into vector memory."""
+"""Launches the Pallas kernels of phase 1, on as many sources at a time as vector memory holds."""
 
-import dataclasses
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import chips
 from pallas_kernels.inter_block import tiling
+from pallas_kernels.inter_block.call import Call, Values
 
-Values = tuple[jax.Array, ...] | jax.Array
 
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What is static in a call."""
-
-    implementation: Literal["mosaic_tpu", "triton_gpu"]
-    eps: float
-    tiling: tiling.Tiling | None
-    interpret: Any
+def unsupported(values: Values, num_reads: int) -> str | None:
+    """Returns why the kernels cannot read these sources, or None if they can."""
+    dtype = values[0].dtype
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"TPU kernels take bfloat16 and float32 sources, and these are {dtype}"
+    if not isinstance(values, tuple) and len(values) > tiling.MAX_SOURCES:
+        return f"TPU kernels take banks of up to {tiling.MAX_SOURCES} rows, got {len(values)}"
+    if values[0].size and num_chunks(values, num_reads) is None:
+        return (
+            f"no tile of {len(values)} sources, {num_reads} reads and width {values[0].shape[-1]}"
+            " fits in this TPU's vector memory; read fewer at a time"
+        )
+    return None
 
 
 def run_forward(call, values, folded_sd, count, inverse_rms_nt):
@@ -116,6 +119,11 @@ def run_backward(
     if count is not None:
         return all_dvalues[0], dfolded_sd
     return tuple(x for part in all_dvalues for x in part), dfolded_sd
+
+
+def needs_outputs(call: Call, values: Values, num_reads: int) -> bool:
+    """Whether `run_backward` wants the outputs: each of several launches sees part of a softmax."""
+    return len(source_chunks(call, values, num_reads)) > 1
 
 
 def source_chunks(call: Call, values: Values, s: int) -> list[range]:

@@ -1,0 +1,316 @@
+"""Phase 1 on NVIDIA GPUs: S reads of the finished sources in Triton kernels, and their gradient.
+
+The products of sources and queries run on the matrix units, a few tokens a program. Forward, a
+program sweeps the width twice: first for the logits of all reads, then for their outputs. Backward,
+one kernel finds every scalar of a token, in products of its sources and cotangents; a second one
+owns some columns of many tokens, and computes there the sources' gradients and one float32 row of
+the queries'; a last one adds these rows in a fixed order.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.inter_block import triton_kernels as kernels
+from pallas_kernels.inter_block.triton_kernels import MAX_READS, MAX_SOURCES
+from pallas_kernels.inter_block.triton_tiling import Step, Tiling
+from pallas_kernels.triton_launch import cdiv, launch, row_sums
+
+
+def forward(
+    values: tuple[jax.Array, ...] | jax.Array,
+    folded_sd: jax.Array,
+    *,
+    count: jax.Array | None = None,
+    eps: float,
+    inverse_rms_nt: jax.Array | None = None,
+    carry: tuple[tuple[jax.Array, ...], jax.Array] | None = None,
+    tiling: Tiling,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:
+    """Reads the sources with S folded queries: `o_s = sum_n softmax_n(<w_s, v_n> r_n) v_n`.
+
+    Sources beyond `tiling.sources_per_launch` are read by further launches, which join what the
+    earlier ones found through log-sum-exp, with float32 outputs in between.
+
+    Args:
+        values: n arrays `[t, d]`, or a bank `[n, t, d]`; float32, bfloat16 or float16.
+        folded_sd: float32 products of pseudo-query and key-norm gain, at most 24 of them.
+        count: int32 scalar, how many rows of the bank are sources; the others are not fetched.
+        eps: Added to the mean square of each source.
+        inverse_rms_nt: float32 statistics of the leading sources, where they are known.
+        carry: Outputs and log-sum-exp of the same reads of other sources, to be joined.
+        tiling: How the kernel is launched, see `triton_tiling`.
+
+    Returns:
+        S outputs `[t, d]` in the sources' dtype, rounded once; their log-sum-exp `[s, t]`; logits
+        `[s, n, t]`, minus infinity past a bank's count; inverse RMS `[n, t]`. Statistics are
+        float32.
+
+    References:
+        Attention Residuals, arXiv:2603.15031, algorithm 1, phase 1.
+    """
+    num_reads, width = folded_sd.shape
+    dtype, num_tokens = values[0].dtype, values[0].shape[0]
+    if num_reads > MAX_READS:
+        raise ValueError(f"triton_gpu: at most {MAX_READS} reads a launch, got {num_reads}")
+    known = 0 if inverse_rms_nt is None else inverse_rms_nt.shape[0]
+    groups = _groups(len(values), tiling.sources_per_launch)
+    outputs, lse, logits, inverse_rms = (), folded_sd, [], []
+    for start, stop in groups:
+        n = stop - start
+        output_dtype = dtype if stop == len(values) else jnp.float32
+        known_here = min(max(known - start, 0), n)
+        found = launch(
+            kernels.logits_kernel,
+            name="inter_block_logits",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "folded": _parts(folded_sd, dtype),
+                "known_inverse_rms": inverse_rms_nt[start : start + known_here]
+                if inverse_rms_nt is not None and known_here
+                else None,
+                "T": num_tokens,
+                "eps": eps,
+            },
+            outputs={
+                "logits": ((num_reads, n, num_tokens), jnp.float32),
+                "inverse_rms": ((n, num_tokens), jnp.float32),
+            },
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                "S_PAD": _padded(n, num_reads)["S_PAD"],
+                "KNOWN": known_here,
+                **_step(tiling.logits),
+            },
+            grid=(cdiv(num_tokens, tiling.logits.tokens), n),
+            num_warps=tiling.logits.num_warps,
+            compute_capability=tiling.compute_capability,
+        )
+        logits.append(found["logits"])
+        inverse_rms.append(found["inverse_rms"])
+        read = launch(
+            kernels.outputs_kernel,
+            name="inter_block_outputs",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "logits": found["logits"],
+                "carried_outputs": None if carry is None else carry[0],
+                "carried_lse": None if carry is None else carry[1],
+                "T": num_tokens,
+            },
+            outputs={
+                "lse": ((num_reads, num_tokens), jnp.float32),
+                **{f"o{s}": ((num_tokens, width), output_dtype) for s in range(num_reads)},
+            },
+            unused=[f"o{s}" for s in range(num_reads, MAX_READS)],
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
+                **_step(tiling.outputs),
+            },
+            grid=(cdiv(num_tokens, tiling.outputs.tokens),),
+            num_warps=tiling.outputs.num_warps,
+            compute_capability=tiling.compute_capability,
+        )
+        outputs, lse = tuple(read[f"o{s}"] for s in range(num_reads)), read["lse"]
+        carry = outputs, lse
+    return outputs, lse, _join(logits, axis=1), _join(inverse_rms, axis=0)
+
+
+def backward(
+    values: tuple[jax.Array, ...] | jax.Array,
+    folded_sd: jax.Array,
+    lse_st: jax.Array,
+    logits_snt: jax.Array,
+    inverse_rms_nt: jax.Array,
+    doutputs: tuple[jax.Array, ...],
+    dlse_st: jax.Array | None,
+    *,
+    count: jax.Array | None = None,
+    dlogits_snt: jax.Array | None = None,
+    delta_st: jax.Array | None = None,
+    dvalues: tuple[jax.Array, ...] | jax.Array | None = None,
+    eps: float,
+    tiling: Tiling,
+) -> tuple[tuple[jax.Array, ...] | jax.Array, jax.Array]:
+    """Gradients of `forward` to the sources and to the folded queries.
+
+    With p the weights and a_sn = <do_s, v_n>:
+
+        dlogit_sn = p_sn (a_sn - sum_m p_sm a_sm + dlse_s) + dlogits_sn
+        dv_n = sum_s p_sn do_s + r_n sum_s dlogit_sn w_s - v_n r_n^2 / d sum_s dlogit_sn logit_sn
+        dw_s = sum_{n, t} dlogit_sn r_n v_n
+
+    Args:
+        values: As in `forward`.
+        folded_sd: As in `forward`.
+        lse_st: As returned by `forward`; of all sources, if these are not all of them.
+        logits_snt: As returned by `forward`.
+        inverse_rms_nt: As returned by `forward`.
+        doutputs: Cotangents of the outputs, S arrays `[t, d]` in the sources' dtype.
+        dlse_st: Cotangent of the log-sum-exp, or None.
+        count: As in `forward`.
+        dlogits_snt: Cotangent of the logits, or None; ignored past a bank's count.
+        delta_st: float32 `sum_n p_sn a_sn` over all sources, if these are not all of them.
+        dvalues: Gradients to add to, in place: arrays like `values`. None starts from zero.
+        eps: As in `forward`.
+        tiling: How the kernels are launched.
+
+    Returns:
+        Gradients to the sources, summed over the reads (and to what `dvalues` held) in float32 and
+        rounded once; float32 gradients to the folded queries, the same bits every time. Rows past
+        a bank's count get zero, or keep what `dvalues` held.
+    """
+    del eps  # It is inside inverse_rms_nt.
+    num_reads, width = folded_sd.shape
+    num_tokens = values[0].shape[0]
+    if num_reads > MAX_READS:
+        raise ValueError(f"triton_gpu: at most {MAX_READS} reads a launch, got {num_reads}")
+    groups = _groups(len(values), tiling.sources_per_launch)
+    if isinstance(values, jax.Array) and len(groups) > 1 and dvalues is None:
+        dvalues = jnp.zeros_like(values)  # Each launch adds to its own rows of the one array.
+    capability = {"compute_capability": tiling.compute_capability}
+
+    def find_scalars(start, stop, *, delta, delta_only):
+        n = stop - start
+        if delta_only:
+            outputs = {"new_delta": ((num_reads, num_tokens), jnp.float32)}
+        else:
+            outputs = {
+                "weights": ((num_tokens, n, num_reads), jnp.float32),
+                "coefficients": ((num_tokens, n, num_reads), jnp.float32),
+                "radial": ((n, num_tokens), jnp.float32),
+            }
+        step = tiling.scalars
+        return launch(
+            kernels.scalars_kernel,
+            name="inter_block_delta" if delta_only else "inter_block_scalars",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "lse": lse_st,
+                "logits": logits_snt[:, start:stop],
+                "inverse_rms": inverse_rms_nt[start:stop],
+                "doutputs": doutputs,
+                "dlse": dlse_st,
+                "dlogits": None if dlogits_snt is None else dlogits_snt[:, start:stop],
+                "delta": delta,
+                "T": num_tokens,
+            },
+            outputs=outputs,
+            unused=["weights", "coefficients", "radial"] if delta_only else ["new_delta"],
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
+                **_step(step),
+            },
+            grid=(cdiv(num_tokens, step.tokens),),
+            num_warps=step.num_warps,
+            **capability,
+        )
+
+    def find_gradients(start, stop, scalars):
+        n, step, rows = stop - start, tiling.gradients, cdiv(num_tokens, tiling.row_tokens)
+        updated, outputs = {}, {}
+        if dvalues is not None:
+            updated["accumulated"] = _of_launch(dvalues, start, stop)
+        elif isinstance(values, jax.Array):
+            outputs["g0"] = (values.shape, values.dtype)
+        else:
+            outputs |= {f"g{i}": (x.shape, x.dtype) for i, x in enumerate(values[start:stop])}
+        outputs["partials"] = ((rows, num_reads, width), jnp.float32)
+        return launch(
+            kernels.gradients_kernel,
+            name="inter_block_gradients",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "folded": _parts(folded_sd, values[0].dtype),
+                "doutputs": doutputs,
+                **scalars,
+                "T": num_tokens,
+                **({} if updated else {"accumulated": None}),
+            },
+            outputs=outputs,
+            updated=updated,
+            unused=[f"g{i}" for i in range(MAX_SOURCES) if f"g{i}" not in outputs],
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
+                "ROW_TOKENS": tiling.row_tokens,
+                **_step(step),
+            },
+            grid=(cdiv(width, step.columns), rows),
+            num_warps=step.num_warps,
+            **capability,
+        )
+
+    if delta_st is None and len(groups) > 1:
+        for start, stop in groups:
+            delta_st = find_scalars(start, stop, delta=delta_st, delta_only=True)["new_delta"]
+
+    gradients, partials = [], []
+    for start, stop in groups:
+        scalars = find_scalars(start, stop, delta=delta_st, delta_only=False)
+        found = find_gradients(start, stop, scalars)
+        partials.append(found["partials"])
+        if dvalues is not None:
+            gradients += found["accumulated"]
+            if count is not None:
+                (dvalues,) = found["accumulated"]
+        else:
+            gradients += [found[f"g{i}"] for i in range(stop - start) if f"g{i}" in found]
+    dfolded_sd = row_sums(_join(partials, axis=0), **capability)
+    return gradients[-1] if count is not None else tuple(gradients), dfolded_sd
+
+
+def _constants(n: int, s: int, d: int, count: jax.Array | None, start: int) -> dict[str, int]:
+    return {
+        "N": n,
+        "S": s,
+        "D": d,
+        "BANK": count is not None,
+        "FIRST": start if count is not None else 0,
+    }
+
+
+def _padded(n: int, s: int) -> dict[str, int]:
+    """Sizes that matrix units take."""
+    return {"N_PAD": max(16, _power_of_two(n)), "S_PAD": max(16, _power_of_two(s))}
+
+
+def _step(step: Step) -> dict[str, int]:
+    return {"TOKENS": step.tokens, "COLUMNS": step.columns, "STAGES": step.num_stages}
+
+
+def _parts(folded_sd: jax.Array, dtype) -> tuple[jax.Array, ...]:
+    """The queries as matrix units take them beside sources of a dtype: bfloat16 in two parts."""
+    if dtype != jnp.bfloat16:
+        return (folded_sd,)
+    # Not a conversion and its inverse, which XLA may take to cancel.
+    high = jax.lax.reduce_precision(folded_sd, exponent_bits=8, mantissa_bits=7)
+    return high.astype(dtype), (folded_sd - high).astype(dtype)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
+def _groups(num_sources: int, largest: int) -> list[tuple[int, int]]:
+    """Splits n sources into the fewest runs of at most `largest`, of nearly equal lengths."""
+    number = cdiv(num_sources, largest)
+    edges = [round(i * num_sources / number) for i in range(number + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _of_launch(values, start: int, stop: int) -> tuple[jax.Array, ...]:
+    """The arrays of a launch; a bank is passed whole, as slicing would copy it."""
+    return values[start:stop] if isinstance(values, tuple) else (values,)
+
+
+def _join(arrays: list[jax.Array], axis: int) -> jax.Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)

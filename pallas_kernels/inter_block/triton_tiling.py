@@ -1,0 +1,113 @@
+"""How phase 1 is launched on NVIDIA GPUs: data by compute capability, as measured on an H200."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The part of the work that a program of a kernel has in hand at a time.
+
+    Attributes:
+        num_warps: Warps of the program.
+        tokens: Tokens.
+        columns: Columns of the width.
+        num_stages: Steps in flight: while one is computed, the next ones' rows are fetched.
+    """
+
+    num_warps: int
+    tokens: int
+    columns: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name in ("num_warps", "tokens", "columns"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}: Triton needs a power of two, got {value}")
+        if self.columns < 16:
+            raise ValueError(f"columns: matrix units need at least 16, got {self.columns}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Launches of the kernels of phase 1.
+
+    Attributes:
+        compute_capability: Of the GPU that the kernels are compiled for: 80, 90, 100, ...
+        sources_per_launch: Sources that a launch reads; more take several launches.
+        logits: The forward pass's first kernel.
+        outputs: Its second kernel.
+        scalars: The backward pass's first kernel.
+        gradients: Its second kernel.
+        row_tokens: Tokens whose contributions to a query's gradient are summed into one row.
+    """
+
+    compute_capability: int
+    sources_per_launch: int
+    logits: Step
+    outputs: Step
+    scalars: Step
+    gradients: Step
+    row_tokens: int
+
+    def __post_init__(self):
+        if not 1 <= self.sources_per_launch <= 16:
+            raise ValueError(f"sources_per_launch: 1 to 16, got {self.sources_per_launch}")
+        least = max(32, self.gradients.tokens)
+        if self.row_tokens < least or self.row_tokens % self.gradients.tokens:
+            raise ValueError(
+                f"row_tokens: at least {least} and a multiple of {self.gradients.tokens}"
+                f" (gradients.tokens), got {self.row_tokens}"
+            )
+
+
+# The fastest of some tens on an H200. They need 123 KiB of shared memory at most (float32), which
+# GPUs of all these capabilities have.
+_FEW_READS = {
+    "logits": Step(num_warps=4, tokens=128, columns=64, num_stages=3),
+    "outputs": Step(num_warps=2, tokens=2, columns=128, num_stages=3),
+    "scalars": Step(num_warps=1, tokens=1, columns=128, num_stages=3),
+    "gradients": Step(num_warps=4, tokens=2, columns=128, num_stages=2),
+    "row_tokens": 128,
+}
+_MANY_READS = _FEW_READS | {
+    "outputs": Step(num_warps=1, tokens=1, columns=256, num_stages=3),
+    "gradients": Step(num_warps=2, tokens=2, columns=64, num_stages=2),
+    "row_tokens": 256,
+}
+_BOTH = {16: _FEW_READS, 24: _MANY_READS}
+LAUNCHES: dict[int, dict[int, dict[str, Any]]] = {80: _BOTH, 90: _BOTH, 100: _BOTH}
+"""By compute capability and the most reads that they are for."""
+MAX_READS = 24
+MAX_SOURCES = 16
+
+
+def choose_tiling(num_sources: int, num_reads: int, dtype, *, compute_capability: int) -> Tiling:
+    """Returns the launches for so many reads of n sources of a dtype.
+
+    Raises:
+        ValueError: A GPU older than 8.0, or an unsupported dtype.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"triton_gpu: sources are float32, bfloat16 or float16, got {dtype};"
+            ' convert them, or use implementation="xla"'
+        )
+    known = [capability for capability in LAUNCHES if capability <= compute_capability]
+    if not known:
+        raise ValueError(
+            "triton_gpu: needs an NVIDIA GPU of compute capability 8.0 or newer, got"
+            f' {compute_capability / 10}; use implementation="xla"'
+        )
+    launches = LAUNCHES[max(known)]
+    most_reads = min((most for most in launches if num_reads <= most), default=max(launches))
+    num_launches = -(-num_sources // MAX_SOURCES)
+    return Tiling(
+        compute_capability=compute_capability,
+        sources_per_launch=-(-num_sources // num_launches),
+        **launches[most_reads],
+    )

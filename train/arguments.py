@@ -43,5 +43,7 @@ def _message(box: str) -> str:
     if "Perhaps you meant:" not in lines:
         return what
     offered = lines[lines.index("Perhaps you meant:") :]
-    names = [match[0] for line in offered if (match := re.match(r"--[\w.-]+", line))]
+    # A line is "--name VALUE", or "-n, --name VALUE" where there is a short form.
+    option = re.compile(r"(?:-\w, )?(--\w[\w.-]*)")
+    names = [match[1] for line in offered if (match := option.match(line))]
     return f"{what}; did you mean {' or '.join(dict.fromkeys(names))}?"

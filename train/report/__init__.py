@@ -1,0 +1,1 @@
+"""One self-contained page about runs: what each sub-layer reads, and how depth changes training."""

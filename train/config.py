@@ -80,7 +80,8 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     accumulate: int = 1
-    """Microbatches whose gradients are averaged into one update; must divide the batch size."""
+    """Parts of a batch, one after another, whose gradients are averaged into one update; must
+    divide the batch size. Each part has pipeline.microbatches of its own."""
 
     def __post_init__(self) -> None:
         _check_types(self, "optimizer.")

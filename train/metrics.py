@@ -115,7 +115,7 @@ def evaluation_metrics(
             metrics[f"depth/entropy/read_{read}"] = (
                 entropy / math.log(num_sources) if num_sources > 1 else 0.0
             )
-    for depth, norm in enumerate(sums["hidden_norm"] / tokens):
+    for depth, norm in enumerate(np.sqrt(sums["hidden_square"] / sums["positions"])):
         metrics[f"depth/hidden_norm/{depth:02d}"] = float(norm)
     for read, norm in enumerate(query_norms(params)):
         metrics[f"depth/query_norm/read_{read:02d}"] = norm

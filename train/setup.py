@@ -237,7 +237,10 @@ def _on_any_devices(config: Config) -> Config:
     """The same model for whatever devices are here, each of which gets all of it."""
     alone = dataclasses.replace(config.optimizer, accumulate=1)
     return dataclasses.replace(
-        config, mesh=MeshConfig(), optimizer=alone, batch_size=jax.device_count()
+        config,
+        mesh=MeshConfig(),
+        optimizer=alone,
+        batch_size=jax.device_count() * config.data.shards,
     )
 
 

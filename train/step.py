@@ -176,7 +176,7 @@ def make_evaluation_step(
     """Builds the compiled sums over one batch of held-out text.
 
     Besides the loss it sums, for read r of n sources, the depth weights and their entropy over real
-    tokens, and per depth the root-mean-square of what is read. The keys say which:
+    tokens, and per depth the mean squares of what is read at all positions. The keys say which:
     `weight/03` is a vector over the sources of read 3.
 
     Args:
@@ -200,7 +200,9 @@ def make_evaluation_step(
             # xlogy: a weight that underflowed to zero adds no entropy, where 0 * log 0 is NaN.
             entropy_bt = -jnp.sum(jax.scipy.special.xlogy(alpha_nbt, alpha_nbt), axis=0)
             sums[f"entropy/{read:02d}"] = jnp.sum(entropy_bt * weights_bt)
-        sums["hidden_norm"] = capture["hidden_norm"] * weight
+        # Squares add up, over batches and over parts of one.
+        sums["positions"] = jnp.float32(weights_bt.size)
+        sums["hidden_square"] = jnp.square(capture["hidden_norm"]) * sums["positions"]
         return sums
 
     def evaluation_step(params: Params, batch: dict[str, jax.Array]) -> Metrics:

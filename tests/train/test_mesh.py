@@ -37,6 +37,7 @@ def leave_one_device(monkeypatch):
     monkeypatch.setattr(
         "train.placement.make_mesh", lambda config, _: make_mesh(config, jax.devices()[:1])
     )
+    monkeypatch.setattr("train.setup.jax.device_count", lambda: 1)
 
 
 def restored(config):
@@ -101,9 +102,10 @@ def test_every_mesh_trains_the_same_run_and_restores_its_checkpoints(tmp_path, c
 def test_a_single_stage_splits_batch_parameters_time_and_heads(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         leave_one_device(patch)
-        single = config_of(tmp_path, "single")
+        single = config_of(tmp_path, "single", data__shards=4)
         assert train(prepare(single), "x") == 0
-    split = config_of(tmp_path, "split", **SPLIT)
+        load_run(single.workdir)  # On fewer devices than its batches have shards.
+    split = config_of(tmp_path, "split", data__shards=4, **SPLIT)
     assert train(prepare(split), "x") == 0
     assert_same_run(single, split)
 

@@ -60,7 +60,8 @@ def sums():
         "entropy/00": np.float64(0),
         "weight/01": np.array([15.0, 5.0]),
         "entropy/01": np.float64(20 * math.log(2)),
-        "hidden_norm": np.array([20.0, 60.0]),
+        "positions": np.float64(25),
+        "hidden_square": np.array([25.0, 225.0]),
     }
 
 
@@ -85,7 +86,7 @@ def test_evaluation_means(sums):
 
 
 def test_standard_residual_has_no_reads(sums):
-    plain = {name: sums[name] for name in ("nats", "tokens", "hidden_norm")}
+    plain = {name: sums[name] for name in ("nats", "tokens", "positions", "hidden_square")}
     metrics = evaluation_metrics(plain, 30, {"embedding_table": np.ones((3, 2))})
     assert not any(name.startswith(("depth/weight", "depth/query")) for name in metrics)
 

@@ -60,12 +60,14 @@ def unstack_probes(probes: Probes | None, size: int) -> list[Any]:
     return [jax.tree.map(lambda x: x[0], one) for one in split_leading(probes, [1] * size)]
 
 
-def read_state(read: Any, gate: jax.Array | None, partial_sum: jax.Array) -> ReadState:
+def read_state(
+    read: Any, gate: jax.Array | None, partial_sum: jax.Array | None
+) -> ReadState:
     """The state of a read from its phase 1 and, unless the gate is None, its merge.
 
     A merge keeps what it read to itself: `hidden` is the sum that it took, before it is rounded.
     """
-    if gate is None:
+    if gate is None or partial_sum is None:
         return ReadState(read.output, read.weights, lse=read.lse)
     hidden_btd = (1 - gate)[..., None] * read.output.astype(jnp.float32)
     hidden_btd += gate[..., None] * partial_sum.astype(jnp.float32)

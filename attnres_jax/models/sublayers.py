@@ -21,6 +21,12 @@ class Run(NamedTuple):
         """The kind of each of its sub-layers."""
         return [KINDS[index % 2] for index in range(self.start, self.stop)]
 
+    @property
+    def scanned_pairs(self) -> int:
+        """How many pairs of an attention and a feed-forward sub-layer a scan goes over."""
+        pairs = (self.stop - self.start) // 2
+        return pairs if pairs > 1 else 0  # A scan of one pair would only add its overhead.
+
 
 def split_leading(stacked: Any, sizes: Sequence[int]) -> list[Any]:
     """Cuts every leaf of a pytree along its leading axis into pieces of these sizes.
@@ -60,9 +66,7 @@ def run_sublayers(
     Returns:
         The last carry, and what each sub-layer captured.
     """
-    kinds = run.kinds
-    pairs = len(kinds) // 2
-    pairs = pairs if pairs > 1 else 0  # A scan of one pair would only add its overhead.
+    kinds, pairs = run.kinds, run.scanned_pairs
     queues = {
         kind: split_leading(parameters[kind], [pairs] + [1] * (kinds.count(kind) - pairs))
         for kind in set(kinds)

@@ -200,10 +200,14 @@ class TransformerLM(nnx.Module):
         """Algorithm 1 of the paper for one block: the sources, its sum, and what was captured."""
         c, n = self.config, len(sources.values)
         sum_dtype = jnp.float32 if c.float32_partial_sum else c.compute_dtype
+        # No row of zeros is kept unless a scan or a wider dtype needs one.
+        scanned = any(run.scanned_pairs for runs in groups for run in runs)
+        starts_with_zeros = scanned or c.float32_partial_sum
 
         def sublayer(kind, carry, layer, read):
             if carry is None:  # A block's first read has no partial sum to merge.
-                partial_sum, gate = jnp.zeros(read.output.shape, sum_dtype), None
+                zeros = jnp.zeros(read.output.shape, sum_dtype)
+                partial_sum, gate = zeros if starts_with_zeros else None, None
                 normed = rms_norm(read.output, layer.norm_gain, eps=self.norm_eps(n))
             else:
                 partial_sum, normed, gate = merge(
@@ -249,8 +253,9 @@ class TransformerLM(nnx.Module):
                 carry, ones = run_sublayers(step, carry, run, layers, reads_of_run)
                 captured += ones
         partial_sum, update = carry
-        block_sum = (partial_sum + update.astype(sum_dtype)).astype(c.compute_dtype)
-        return sources, block_sum, captured
+        if partial_sum is not None:
+            update = (partial_sum + update.astype(sum_dtype)).astype(c.compute_dtype)
+        return sources, update, captured
 
     def _standard_block(self, groups, capture, hidden_btd, parameters):
         """The same sub-layers around a plain residual stream."""

@@ -67,7 +67,8 @@ def run_blocks(
     group_size = reads_per_group or block_size
     sources, weights = FinishedSources((embedding,)), []
     for start, stop in block_boundaries(len(sublayers), block_size):
-        partial_sum = update = jnp.zeros_like(embedding)
+        partial_sum: jax.Array | None = None
+        update: jax.Array | None = None
         for group in range(start, stop, group_size):
             reads = range(group, min(group + group_size, stop))
             query_sd, gain_sd = query_ld[group : reads.stop], gain_ld[group : reads.stop]
@@ -97,7 +98,8 @@ def run_blocks(
                     read_weights = join_weights(weights_snbt[s], gate)
                 update = sublayers[index](hidden)
                 weights.append(read_weights)
-        sources = sources.append(partial_sum + update)
+        assert update is not None
+        sources = sources.append(update if partial_sum is None else partial_sum + update)
     return sources, weights
 
 

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
         folder, steps=8, evaluate_every=8, diagnostics=DiagnosticsConfig(every=3, sequences=2)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.step.data_mesh", one_device)
+        patch.setattr("train.placement.make_mesh", lambda config, devices: one_device())
         first = dataclasses.replace(config, steps=4, optimizer=config.optimizer)
         assert train(prepare(first), "") == 0
         path = pathlib.Path(config.workdir) / "diagnostics.jsonl"
@@ -71,7 +71,7 @@ def test_measured_is_the_state_after_the_step_on_held_out_text(run):
 
 
 def test_without_the_setting_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.step.data_mesh", one_device)
+    monkeypatch.setattr("train.placement.make_mesh", lambda config, devices: one_device())
     monkeypatch.setattr(setup, "TransformerLM", lambda config, rngs: StandIn(vocab_size=257))
     config = tiny_config(tmp_path, steps=2)
     assert train(prepare(config), "") == 0

@@ -2,6 +2,7 @@ import io
 import json
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -202,6 +203,7 @@ def test_an_interrupted_run_leaves_nothing(text, tmp_path, monkeypatch, number, 
     def interrupt(texts, vocab_size):
         assert [name for name in os.listdir(tmp_path) if "partial" in name]
         signal.raise_signal(number)
+        time.sleep(10)  # Python may run its handler a few instructions later.
 
     monkeypatch.setattr(prepare_module, "train_tokenizer", interrupt)
     try:

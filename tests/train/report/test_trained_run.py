@@ -20,7 +20,7 @@ TEXT = "depth of\nblock"
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory, quick_compilation):
     patch = pytest.MonkeyPatch()
-    patch.setattr("train.step.data_mesh", one_device)
+    patch.setattr("train.placement.make_mesh", lambda config, devices: one_device())
     config = tiny_config(
         tmp_path_factory.mktemp("trained"),
         model__residual="block",

@@ -116,24 +116,6 @@ def in_thread_sum(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def side_by_side(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """A power of two of tensors `[t, lanes]` -> `[t, lanes, count]`, to reduce them together."""
-    if COUNT == 1:
-        return tl.expand_dims(parts[FIRST], 2)
-    else:
-        left = side_by_side(parts, FIRST, COUNT // 2)
-        right = side_by_side(parts, FIRST + COUNT // 2, COUNT // 2)
-        pairs = tl.permute(tl.join(left, right), (0, 1, 3, 2))
-        return tl.reshape(pairs, (left.shape[0], left.shape[1], COUNT))
-
-
-@triton.jit
-def take(x, columns, index):
-    """Column `index` of `[t, columns]`."""
-    return tl.sum(tl.where(columns[None, :] == index, x, 0.0), 1)
-
-
-@triton.jit
 def sum_rows(
     partials,
     sums,

@@ -60,9 +60,7 @@ def unstack_probes(probes: Probes | None, size: int) -> list[Any]:
     return [jax.tree.map(lambda x: x[0], one) for one in split_leading(probes, [1] * size)]
 
 
-def read_state(
-    read: Any, gate: jax.Array | None, partial_sum: jax.Array | None
-) -> ReadState:
+def read_state(read: Any, gate: jax.Array | None, partial_sum: jax.Array | None) -> ReadState:
     """The state of a read from its phase 1 and, unless the gate is None, its merge.
 
     A merge keeps what it read to itself: `hidden` is the sum that it took, before it is rounded.

@@ -8,14 +8,13 @@ from jax.custom_batching import sequential_vmap
 from pallas_kernels import gpus
 from pallas_kernels.inter_block import triton_tiling
 from pallas_kernels.inter_block.call import Call, Values
+from pallas_kernels.inter_block.triton_tiling import MAX_READS
 
 
 def unsupported(values: Values, num_reads: int) -> str | None:
     """Returns why the kernels cannot read these sources, or None if they can."""
     if reason := gpus.unsupported(values[0]):
         return reason
-    from pallas_kernels.inter_block.triton_gpu import MAX_READS
-
     if num_reads > MAX_READS:
         return (
             f"GPU kernels take up to {MAX_READS} reads at once, got {num_reads};"

@@ -1,10 +1,13 @@
 """Phase 1 on NVIDIA GPUs: S reads of the finished sources in Triton kernels, and their gradient.
 
-The products of sources and queries run on the matrix units, a few tokens a program. Forward, a
-program sweeps the width twice: first for the logits of all reads, then for their outputs. Backward,
-one kernel finds every scalar of a token, in products of its sources and cotangents; a second one
-owns some columns of many tokens, and computes there the sources' gradients and one float32 row of
-the queries'; a last one adds these rows in a fixed order.
+All products run on the matrix units. Forward, one kernel computes the logits of all reads, a source
+of many tokens a program, and a second one their outputs, all reads of few tokens a program.
+Backward, one kernel finds every scalar of a token, in products of its sources and cotangents; a
+second one owns some columns of many tokens, and computes there the sources' gradients and one
+float32 row of the queries'; a last one adds these rows in a fixed order.
+
+Each way the sources are read twice. One kernel that keeps them would have to multiply a token by
+all queries in its vector units, which takes longer than to read them again.
 """
 
 import itertools
@@ -13,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.inter_block import triton_kernels as kernels
-from pallas_kernels.inter_block.triton_kernels import MAX_READS, MAX_SOURCES
-from pallas_kernels.inter_block.triton_tiling import Step, Tiling
+from pallas_kernels.inter_block.triton_tiling import MAX_READS, MAX_SOURCES, Step, Tiling
 from pallas_kernels.triton_launch import cdiv, launch, row_sums
 
 

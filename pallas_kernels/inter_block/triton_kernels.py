@@ -12,9 +12,6 @@ import triton.language as tl
 
 from pallas_kernels.triton_tiles import in_thread_sum, pick
 
-MAX_READS = 24
-MAX_SOURCES = 16
-
 
 @triton.jit
 def _pointers(arrays, COUNT: tl.constexpr, PADDED: tl.constexpr):

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from train.config import Config, to_json
+from train.revision import checkout
 from train.step import TrainState
 
 logger = logging.getLogger(__name__)
@@ -251,8 +252,11 @@ def _leaves(tree: Any) -> dict[str, str]:
 
 
 def describe(config: Config, counts: dict[str, int]) -> dict[str, Any]:
-    """What makes a run the same run: its settings, and how much text they found."""
-    return {"settings": to_json(config), "data": counts}
+    """What makes a run the same run: its settings, and how much text they found.
+
+    The commit is for the record; a run may go on at another.
+    """
+    return {"settings": to_json(config), "data": counts, "commit": checkout()}
 
 
 def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from train import loop, setup
 from train.checkpoint import Checkpoints, MismatchError
 from train.loop import NonFiniteError, prepare, train
 from train.metrics import MetricsWriter, read_metrics
+from train.revision import checkout
 from train.signals import StopSignals
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -82,6 +83,7 @@ def test_trains_evaluates_and_saves(tmp_path, capsys, stand_in):
     assert saved_steps(config) == [12, 8]
     stored = json.loads(pathlib.Path(config.workdir, "config.json").read_text())
     assert stored["settings"]["context"] == 16
+    assert stored["commit"] == checkout()
     closing = capsys.readouterr().out
     assert "python -m train.sample --workdir=" in closing
     assert "python -m train --config=x.py --steps=MORE" in closing

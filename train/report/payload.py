@@ -2,8 +2,6 @@
 
 import datetime
 import math
-import pathlib
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from train.report.diagnostics import Diagnostics
 from train.report.paper import load_paper
 from train.report.run import Run
 from train.report.text import Text, pack_rows, pack_values
+from train.revision import checkout
 
 _CURVES = ("loss", "gradient_norm", "validation/loss", "validation/bits_per_byte")
 
@@ -23,7 +22,7 @@ def payload(runs: Sequence[Run]) -> dict[str, Any]:
     """Everything that the page draws."""
     return {
         "made": {
-            "commit": _commit(),
+            "commit": checkout(),
             "library": attnres_jax.__version__,
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         },
@@ -61,6 +60,7 @@ def _run(run: Run) -> dict[str, Any]:
         "curves": {name: _curve(run, name) for name in _CURVES},
         "diagnostics": _diagnostics(run.diagnostics),
         "text": _captured(run.text),
+        "commit": run.commit,
         "settings": run.settings,
         "problems": run.problems,
     }
@@ -127,18 +127,3 @@ def _nested(array: np.ndarray) -> Any:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
-
-
-def _commit() -> str:
-    """The checkout that makes the report; empty where git does not know it."""
-    try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=pathlib.Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return result.stdout.strip()

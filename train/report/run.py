@@ -19,6 +19,7 @@ class Run:
         name: Short name, unique in a report.
         path: The folder.
         settings: The resolved configuration, as `train.config.to_json` gives it.
+        commit: The checkout that trained it last; empty where that is unknown.
         counts: How much text the run found.
         metrics: Lines of metrics.jsonl.
         diagnostics: The newest, or None.
@@ -30,6 +31,7 @@ class Run:
     name: str
     path: pathlib.Path
     settings: dict[str, Any]
+    commit: str
     counts: dict[str, int]
     metrics: list[dict[str, Any]]
     diagnostics: Diagnostics | None
@@ -82,7 +84,8 @@ def read_run(path: pathlib.Path, name: str) -> Run:
             problems["remark"] = diagnostics.remark
     except DiagnosticsError as error:
         problems["diagnostics"] = str(error)
-    return Run(name, path, settings, counts, metrics, diagnostics, None, problems)
+    commit = str(description.get("commit", ""))
+    return Run(name, path, settings, commit, counts, metrics, diagnostics, None, problems)
 
 
 def short_names(paths: Sequence[pathlib.Path]) -> list[str]:

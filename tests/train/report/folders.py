@@ -38,7 +38,11 @@ def write_run(
     config = Config(
         model=model, workdir=str(folder), steps=100, batch_size=4, context=32, **changes
     )
-    description = {"settings": to_json(config), "data": {"train_tokens": 1000}}
+    description = {
+        "settings": to_json(config),
+        "data": {"train_tokens": 1000},
+        "commit": "0123456789ab",
+    }
     (folder / "config.json").write_text(json.dumps(description), encoding="utf-8")
     lines: list[dict[str, Any]] = [{"step": 0, "parameters": 1234}]
     for step in range(1, steps + 1):

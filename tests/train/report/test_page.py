@@ -56,6 +56,12 @@ def test_the_page_holds_what_was_measured(run):
     ]
 
 
+def test_the_page_says_which_commit_trained_a_run(run):
+    assert "<code>0123456789ab</code>" in render(payload([run]))
+    unknown = render(payload([dataclasses.replace(run, commit="")]))
+    assert "not recorded" in unknown and "0123456789ab" not in unknown
+
+
 def test_tokens_are_packed_without_the_cells_that_do_not_exist():
     array_tln = np.arange(2 * 3 * 3, dtype=np.float64).reshape(2, 3, 3)
     packed = pack_rows(array_tln, [1, 2, 3])

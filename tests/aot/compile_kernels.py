@@ -166,7 +166,9 @@ def single(shape: Shape):
 
     def run(*arguments):
         _check(single_phase.unsupported(*arguments[:2], "mosaic_tpu"))
-        result = single_phase.single_phase(*arguments, eps=EPS, norm_eps=EPS)
+        result = single_phase.single_phase(
+            *arguments, eps=EPS, norm_eps=EPS, implementation="mosaic_tpu"
+        )
         return result.summed, result.hidden, result.values
 
     vector_d = _f32(shape.d)

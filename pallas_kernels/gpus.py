@@ -1,6 +1,7 @@
 """What the launchers of Triton kernels must know of the GPU, and what rules them out."""
 
 import importlib.util
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -44,3 +45,23 @@ def unsupported(*arrays: jax.Array) -> str | None:
         if x.dtype not in DTYPES:
             return f"GPU kernels take bfloat16, float16 and float32 arrays, and one is {x.dtype}"
     return None
+
+
+def launches_for[T](table: Mapping[int, T], dtype, compute_capability: int) -> T:
+    """Returns what a table of launches has for a GPU: that of the newest known one up to it.
+
+    Raises:
+        ValueError: A GPU older than the table's oldest, or an unsupported dtype.
+    """
+    if jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(
+            f"triton_gpu: arrays are float32, bfloat16 or float16, got {dtype};"
+            ' convert them, or use implementation="xla"'
+        )
+    known = [capability for capability in table if capability <= compute_capability]
+    if not known:
+        raise ValueError(
+            f"triton_gpu: needs an NVIDIA GPU of compute capability {min(table) / 10} or newer, got"
+            f' {compute_capability / 10}; use implementation="xla"'
+        )
+    return table[max(known)]

@@ -3,7 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
+from pallas_kernels.gpus import launches_for
+
+MAX_READS = 24
+"""Outputs that a launch has parameters for."""
+MAX_SOURCES = 16
+"""Sources that it has gradients for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +59,10 @@ class Tiling:
     row_tokens: int
 
     def __post_init__(self):
-        if not 1 <= self.sources_per_launch <= 16:
-            raise ValueError(f"sources_per_launch: 1 to 16, got {self.sources_per_launch}")
+        if not 1 <= self.sources_per_launch <= MAX_SOURCES:
+            raise ValueError(
+                f"sources_per_launch: 1 to {MAX_SOURCES}, got {self.sources_per_launch}"
+            )
         least = max(32, self.gradients.tokens)
         if self.row_tokens < least or self.row_tokens % self.gradients.tokens:
             raise ValueError(
@@ -81,8 +88,6 @@ _MANY_READS = _FEW_READS | {
 _BOTH = {16: _FEW_READS, 24: _MANY_READS}
 LAUNCHES: dict[int, dict[int, dict[str, Any]]] = {80: _BOTH, 90: _BOTH, 100: _BOTH}
 """By compute capability and the most reads that they are for."""
-MAX_READS = 24
-MAX_SOURCES = 16
 
 
 def choose_tiling(num_sources: int, num_reads: int, dtype, *, compute_capability: int) -> Tiling:
@@ -91,19 +96,7 @@ def choose_tiling(num_sources: int, num_reads: int, dtype, *, compute_capability
     Raises:
         ValueError: A GPU older than 8.0, or an unsupported dtype.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"triton_gpu: sources are float32, bfloat16 or float16, got {dtype};"
-            ' convert them, or use implementation="xla"'
-        )
-    known = [capability for capability in LAUNCHES if capability <= compute_capability]
-    if not known:
-        raise ValueError(
-            "triton_gpu: needs an NVIDIA GPU of compute capability 8.0 or newer, got"
-            f' {compute_capability / 10}; use implementation="xla"'
-        )
-    launches = LAUNCHES[max(known)]
+    launches = launches_for(LAUNCHES, dtype, compute_capability)
     most_reads = min((most for most in launches if num_reads <= most), default=max(launches))
     num_launches = -(-num_sources // MAX_SOURCES)
     return Tiling(

@@ -4,6 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pallas_kernels.gpus import launches_for
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
@@ -60,8 +62,8 @@ class Gpu:
 
 
 GPUS = {80: Gpu(108), 90: Gpu(132), 100: Gpu(148)}
-LEAST_ROW_TOKENS = 32
-"""Shares of the parameters' gradients are then 4% of what the kernel moves, or less."""
+LEAST_ROW_TOKENS = 80
+"""Shares of the parameters' gradients are then less than 2% of what the kernel moves."""
 WARPS_A_MULTIPROCESSOR = 24
 """So many hide the latency of memory."""
 MAX_TOKENS = 16
@@ -76,18 +78,7 @@ def choose_tiling(
         ValueError: A GPU older than 8.0, an unsupported dtype, or rows too wide for registers.
     """
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"triton_gpu: arrays are float32, bfloat16 or float16, got {dtype};"
-            ' convert them, or use implementation="xla"'
-        )
-    known = [capability for capability in GPUS if capability <= compute_capability]
-    if not known:
-        raise ValueError(
-            "triton_gpu: needs an NVIDIA GPU of compute capability 8.0 or newer, got"
-            f' {compute_capability / 10}; use implementation="xla"'
-        )
-    gpu = GPUS[max(known)]
+    gpu = launches_for(GPUS, dtype, compute_capability)
     num_warps, most_chunks, columns, chunks, fitting = 0, 0, {}, {}, []
     for num_warps, most_chunks in gpu.backward if backward else gpu.forward:
         # Eight columns of a tile are a thread's: loads of 16 bytes.

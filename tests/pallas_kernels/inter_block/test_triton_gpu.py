@@ -1,6 +1,7 @@
 """Phase 1's Triton kernels against the float64 oracle, in Triton's interpreter on the CPU.
 
-This shows that the kernels compute the right values. That they compile is in `test_aot.py`.
+This shows that the kernels compute the right values. That they compile is in
+`tests/test_aot_gpu.py` and `tests/pallas_kernels/test_triton_aot.py`.
 """
 
 import dataclasses

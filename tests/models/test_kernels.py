@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from attnres_jax.models import transformer
 from attnres_jax.modules import AttentionResidualStack
 from tests import oracles
 from tests.models import reference
@@ -93,3 +94,26 @@ def test_a_stack_hands_its_implementation_on():
         "attnres_inter_block_forward": 3,
         "attnres_merge_forward": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "fields, without_zeros",
+    [({}, 2), ({"float32_partial_sum": True}, 0), ({"block_size": 6}, 0)],
+    ids=["short blocks", "a wider sum", "a scan"],
+)
+def test_a_first_merge_reads_zeros_only_where_a_scan_or_a_wider_sum_needs_them(
+    monkeypatch, fields, without_zeros
+):
+    """Six sub-layers in two blocks, or in one that is scanned."""
+    config = tiny(num_layers=3, block_size=3)
+    config = dataclasses.replace(config, **fields)
+    partial_sums, merge = [], transformer.merge
+
+    def seen(output, lse, partial_sum, *arguments, **options):
+        partial_sums.append(partial_sum)
+        return merge(output, lse, partial_sum, *arguments, **options)
+
+    monkeypatch.setattr(transformer, "merge", seen)
+    jax.eval_shape(lambda params: apply(config, params, tokens()), reference.random_params(config))
+    assert len(partial_sums) > 1
+    assert sum(x is None for x in partial_sums) == without_zeros

@@ -97,3 +97,20 @@ def run_sublayers(
         carry, one = step(kind, carry, layer, reads[index])
         captured.append(one)
     return carry, captured
+
+
+@jax.custom_jvp
+def gradients_together(tree: Any) -> Any:
+    """Returns a pytree of arrays, of whose gradients none is used before all are there.
+
+    What a sub-layer reads goes through this with the sub-layer's parameters, so that the backward
+    pass computes the parameters' gradients before it goes on to earlier sub-layers. As these are
+    needed at the very end only, compilers otherwise put them off, and keep all activations and
+    cotangents until then, recomputed or not.
+    """
+    return tree
+
+
+@gradients_together.defjvp
+def _gradients_together_jvp(primals, tangents):
+    return primals[0], jax.lax.optimization_barrier(tangents[0])

@@ -26,6 +26,7 @@ from attnres_jax.models.config import ModelConfig
 from attnres_jax.models.sublayers import (
     KINDS,
     Run,
+    gradients_together,
     run_sublayers,
     split_into_runs,
     split_leading,
@@ -279,7 +280,9 @@ class TransformerLM(nnx.Module):
 
     def _apply(self, kind: str, layer: _Layer, normed_btd: jax.Array) -> jax.Array:
         graphdef = nnx.graphdef(getattr(self, kind))
-        return nnx.merge(graphdef, layer.state)(normed_btd)
+        kernels = jax.tree.map(lambda kernel: kernel.astype(normed_btd.dtype), layer.state)
+        normed_btd, kernels = gradients_together((normed_btd, kernels))
+        return nnx.merge(graphdef, kernels)(normed_btd)
 
     def _split_into_blocks(
         self, plan: list[list[list[Run]]], probes: Probes | None

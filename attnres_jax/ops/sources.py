@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 class Bank(NamedTuple):
@@ -50,6 +51,11 @@ class FinishedSources(NamedTuple):
 
     def append(self, source: jax.Array) -> "FinishedSources":
         """Returns these with one more source `[..., d]`."""
+        if self.inverse_rms is not None:
+            # Kernels read these, and take rows of d. Left alone, a compiler that computes a source
+            # in another layout keeps it in both.
+            row_major = Layout(major_to_minor=tuple(range(source.ndim)))
+            source = with_layout_constraint(source, row_major)
         return FinishedSources((*self.values, source), self.inverse_rms)
 
 

@@ -148,7 +148,13 @@ def main(settings: dict) -> None:
     elif settings.get("gpu"):
         # Many tokens, so that activations are most of what it keeps.
         tokens = GPU_BATCH * T
-        compiled = compile_step(gpu_mesh(), settings["implementation"], "none", "xla", GPU_BATCH)
+        compiled = compile_step(
+            gpu_mesh(),
+            settings["implementation"],
+            settings.get("remat", "none"),
+            "xla",
+            GPU_BATCH,
+        )
     else:
         shape = settings["mesh"]
         compiled = compile_step(

@@ -119,3 +119,34 @@ def test_recomputed_blocks_keep_their_sources_once():
     )
     # Depth weights and other scalars of a token come on top of the final read's sources.
     assert block <= standard + (n_blocks + 1) * activation
+
+
+def barriers_in(jaxpr):
+    """Sorted shapes of what each optimization barrier of a program holds together."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            found.append(sorted(x.aval.shape for x in equation.invars))
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(parameter, "eqns"):
+                found += barriers_in(parameter)
+    return found
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("residual", MODELS)
+def test_parameters_get_their_gradients_before_the_backward_pass_goes_on(residual, remat):
+    # Blocks too short to scan anything.
+    config = dataclasses.replace(MODELS[residual], remat=remat, block_size=3)
+    params = reference.random_params(config)
+
+    def loss(params):
+        return jnp.square(apply(config, params, tokens())).sum()
+
+    found = barriers_in(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    for kind in ("attention", "feed_forward"):
+        kernels = [leaf.shape[1:] for leaf in jax.tree.leaves(params[kind])]
+        cotangents = sorted([(*tokens().shape, config.width), *kernels])
+        assert found.count(cotangents) == config.num_layers, kind

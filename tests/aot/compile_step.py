@@ -47,13 +47,18 @@ def gpu_mesh() -> Mesh:
 
 
 def compile_step(
-    mesh: Mesh, implementation: str | None, remat: str, attention: str, batch_size: int = B
+    mesh: Mesh,
+    implementation: str | None,
+    remat: str,
+    attention: str,
+    batch_size: int = B,
+    num_layers: int = LAYERS,
 ) -> jax.stages.Compiled:
     """AdamW on the loss of a model whose blocks are too short to scan anything."""
     config = ModelConfig(
         vocab_size=512,
         width=D,
-        num_layers=LAYERS,
+        num_layers=num_layers,
         num_heads=2,
         feed_forward_width=640,
         block_size=BLOCK_SIZE,
@@ -148,13 +153,7 @@ def main(settings: dict) -> None:
     elif settings.get("gpu"):
         # Many tokens, so that activations are most of what it keeps.
         tokens = GPU_BATCH * T
-        compiled = compile_step(
-            gpu_mesh(),
-            settings["implementation"],
-            settings.get("remat", "none"),
-            "xla",
-            GPU_BATCH,
-        )
+        compiled = compile_step(gpu_mesh(), settings["implementation"], "none", "xla", GPU_BATCH)
     else:
         shape = settings["mesh"]
         compiled = compile_step(
@@ -162,8 +161,10 @@ def main(settings: dict) -> None:
             settings["implementation"],
             settings.get("remat", "none"),
             settings.get("attention", "splash"),
+            settings.get("batch_size", B),
+            settings.get("num_layers", LAYERS),
         )
-        tokens = B * T // shape.get("sequence", 1)
+        tokens = settings.get("batch_size", B) * T // shape.get("sequence", 1)
     hlo = compiled.as_text()
     print(
         json.dumps(

@@ -181,6 +181,20 @@ def test_a_later_read_computes_the_inverse_rms_of_new_sources_alone():
     assert (first, second) == ((2, B * T), (1, B * T))
 
 
+@pytest.mark.parametrize("name, layouts", [("mosaic_tpu", [(0, 1, 2)]), ("xla", [])])
+def test_sources_that_kernels_read_lie_row_after_row(name, layouts):
+    def grow(embedding, block_sum, query_sd, gain_sd):
+        *_, sources = inter_block(
+            (embedding,), query_sd, gain_sd, implementation=name, return_sources=True
+        )
+        return sources.append(2 * block_sum).values
+
+    row, vectors = jnp.ones((2, 3, 16)), jnp.ones((2, 16))
+    equations = jax.make_jaxpr(grow)(row, row, vectors, vectors).eqns
+    found = [e.params["layout"] for e in equations if e.primitive.name == "layout_constraint"]
+    assert [layout.major_to_minor for layout in found] == layouts
+
+
 def test_kernels_refuse_forward_mode_and_xla_does_not():
     sources, (query, gain) = float32((SOURCES, VECTORS))
 

@@ -365,6 +365,7 @@ def gradients_kernel(
     D: tl.constexpr,
     N_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
+    STACKED: tl.constexpr,
     ROW_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -372,7 +373,11 @@ def gradients_kernel(
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Some columns of the sources' gradients, and of a partial row of the queries'."""
+    """Some columns of the sources' gradients, and of a partial row of the queries'.
+
+    STACKED: the low parts of the queries are further rows of the array of the high ones. Where both
+    fit a tile, with every coefficient twice, they take half of the registers.
+    """
     fresh = (g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11, g12, g13, g14, g15)
     T = tl.cast(T, tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -389,8 +394,13 @@ def gradients_kernel(
         gradients = _sources(accumulated, T, N, N_PAD, D, BANK, FIRST)
     else:
         gradients = _sources(fresh, T, N, N_PAD, D, BANK, FIRST)
+    of_part = s_axis
+    has_part = s_mask
+    if STACKED:
+        of_part = s_axis % S
+        has_part = s_axis < 2 * S
     w_offsets = s_axis[:, None] * D + column[None, :]
-    w_mask = s_mask[:, None] & (column < D)[None, :]
+    w_mask = has_part[:, None] & (column < D)[None, :]
     w = tl.load(folded[0] + w_offsets, mask=w_mask, other=0.0)
     w = tl.broadcast_to(w[None, :, :], (TOKENS, S_PAD, COLUMNS))
     if len(folded) == 2:
@@ -412,8 +422,10 @@ def gradients_kernel(
         offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + s_axis[None, None, :]
         mask = in_range[:, None, None] & counts[None, :, None] & s_mask[None, None, :]
         p = tl.load(weights + offsets, mask=mask, other=0.0)
-        c = tl.load(coefficients + offsets, mask=mask, other=0.0)
         dv = _exact_dot(p, do, tl.zeros((TOKENS, N_PAD, COLUMNS), tl.float32))
+        offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + of_part[None, None, :]
+        mask = in_range[:, None, None] & counts[None, :, None] & has_part[None, None, :]
+        c = tl.load(coefficients + offsets, mask=mask, other=0.0)
         dv = _exact_dot(c, w, dv)
         if len(folded) == 2:
             dv = tl.dot(c.to(tl.bfloat16), w_low, dv)
@@ -440,4 +452,5 @@ def gradients_kernel(
         )
         of_query = _exact_dot(c, tl.reshape(v, (TOKENS * N_PAD, COLUMNS)), of_query)
     row = tl.program_id(1).to(tl.int64) * S + s_axis[:, None]
-    tl.store(partials + row * D + column[None, :], of_query, mask=w_mask)
+    mask = s_mask[:, None] & (column < D)[None, :]
+    tl.store(partials + row * D + column[None, :], of_query, mask=mask)

@@ -57,16 +57,27 @@ def _mask(counts, in_range, column, D: tl.constexpr):
 
 
 @triton.jit
+def _leading_tf32(x):
+    """The leading bits of float32 numbers, which tf32 holds exactly."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _exact_dot(a, b, total):
     """`total + a b` for float32 a, in which b keeps every bit of its own.
 
-    A bfloat16 b takes a as the sum of two of its kind; else three products of tf32 make a float32
-    one, and a float16 is a tf32 exactly.
+    A bfloat16 b takes a as the sum of two of its kind. A float16 is a tf32 exactly, so that two of
+    those for a are enough; a float32 b takes three products.
     """
     if b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         low = (a - high.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(low, b, tl.dot(high, b, total))
+    elif b.dtype == tl.float16:
+        high = _leading_tf32(a)
+        b = b.to(tl.float32)
+        total = tl.dot(high, b, total, input_precision="tf32")
+        return tl.dot(a - high, b, total, input_precision="tf32")
     else:
         return tl.dot(a, b.to(tl.float32), total, input_precision="tf32x3")
 
@@ -116,8 +127,13 @@ def logits_kernel(
         if len(folded) == 2:
             w_low = tl.trans(tl.load(folded[1] + w_offsets, mask=w_mask, other=0.0))
             products = tl.dot(v, w_low, tl.dot(v, w, products))
+        elif v.dtype == tl.float16:
+            high = _leading_tf32(w)
+            x = v.to(tl.float32)
+            products = tl.dot(x, high, products, input_precision="tf32")
+            products = tl.dot(x, w - high, products, input_precision="tf32")
         else:
-            products = tl.dot(v.to(tl.float32), w, products, input_precision="tf32x3")
+            products = tl.dot(v, w, products, input_precision="tf32x3")
         if KNOWN < N:
             x = v.to(tl.float32)
             squares += in_thread_sum(x * x, COLUMNS // 8)
@@ -408,7 +424,9 @@ def gradients_kernel(
         w_low = tl.broadcast_to(w_low[None, :, :], (TOKENS, S_PAD, COLUMNS))
     of_query = tl.zeros((S_PAD, COLUMNS), tl.float32)
     first = tl.program_id(1).to(tl.int64) * ROW_TOKENS
-    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES):
+    # Where the queries are float32, registers do not hold what could be moved out of the loop.
+    WIDE: tl.constexpr = folded[0].dtype.element_ty == tl.float32
+    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES, disable_licm=WIDE):
         tokens = first + step * TOKENS + tl.arange(0, TOKENS)
         in_range = tokens < T
         do = tl.load(

@@ -68,7 +68,7 @@ def halves(tile, sixteen, DTYPE: tl.constexpr, PACKED: tl.constexpr):
         y = tile[0] & (-1 << sixteen)
         return x.to(tl.float32, bitcast=True), y.to(tl.float32, bitcast=True)
     else:
-        x = ((tile[0] << sixteen) >> 16).to(tl.int16)
+        x = (tile[0] >> (sixteen - 16)).to(tl.int16)
         y = (tile[0] >> sixteen).to(tl.int16)
         x = x.to(tl.float16, bitcast=True).to(tl.float32)
         return x, y.to(tl.float16, bitcast=True).to(tl.float32)

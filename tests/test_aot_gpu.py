@@ -41,6 +41,25 @@ with jax.set_mesh(sharding.mesh):
 print(json.dumps(found))
 """
 
+# Every kernel of the shapes that gpu_static counts, of which an H200 must keep all in registers.
+SPILLS = """
+import json
+from unittest import mock
+from benchmarks.gpu_static import PASSES, SHAPES, compiled, record
+from pallas_kernels import gpus
+
+launches = {}
+with mock.patch.object(gpus, "compute_capability", lambda: 90):
+    for shape in SHAPES:
+        for name in PASSES:
+            _, function, arguments = PASSES[name](shape, 8192)
+            for launch in record(function, arguments):
+                launches[launch.name, repr(launch.arguments), repr(launch.constants)] = launch
+found = [(launch, compiled(launch, 90)["spills"]) for launch in launches.values()]
+spilled = [f"{launch.name} at D={launch.constants.get('D')}: {n}" for launch, n in found if n]
+print(json.dumps({"kernels": sorted({launch.name for launch, _ in found}), "spilled": spilled}))
+"""
+
 
 def found_by(*command):
     """What a Python program of its own prints, which compiles for an H200."""
@@ -84,3 +103,10 @@ def test_a_training_step_runs_the_kernels_and_stacks_nothing():
 def test_a_block_needs_less_than_half_of_the_memory_that_xla_needs():
     found = found_by("-c", BLOCK)
     assert found["triton_gpu"] < found["xla"] / 2
+
+
+def test_no_kernel_spills_registers():
+    found = found_by("-c", SPILLS)
+    # Phase 1 has two each way, phase 2 and the single-phase read one, and sums of partial rows.
+    assert len(found["kernels"]) == 9
+    assert not found["spilled"]

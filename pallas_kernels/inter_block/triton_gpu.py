@@ -220,6 +220,8 @@ def backward(
 
     def find_gradients(start, stop, scalars):
         n, step, rows = stop - start, tiling.gradients, cdiv(num_tokens, tiling.row_tokens)
+        folded, padded = _parts(folded_sd, values[0].dtype), _padded(n, num_reads)
+        stacked = len(folded) == 2 and 2 * num_reads <= padded["S_PAD"]
         updated, outputs = {}, {}
         if dvalues is not None:
             updated["accumulated"] = _of_launch(dvalues, start, stop)
@@ -234,7 +236,7 @@ def backward(
             inputs={
                 "values": _of_launch(values, start, stop),
                 "count_ptr": count,
-                "folded": _parts(folded_sd, values[0].dtype),
+                "folded": (jnp.concatenate(folded),) if stacked else folded,
                 "doutputs": doutputs,
                 **scalars,
                 "T": num_tokens,
@@ -245,7 +247,8 @@ def backward(
             unused=[f"g{i}" for i in range(MAX_SOURCES) if f"g{i}" not in outputs],
             constants={
                 **_constants(n, num_reads, width, count, start),
-                **_padded(n, num_reads),
+                **padded,
+                "STACKED": stacked,
                 "ROW_TOKENS": tiling.row_tokens,
                 **_step(step),
             },

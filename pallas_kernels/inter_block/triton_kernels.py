@@ -57,16 +57,27 @@ def _mask(counts, in_range, column, D: tl.constexpr):
 
 
 @triton.jit
+def _leading_tf32(x):
+    """The leading bits of float32 numbers, which tf32 holds exactly."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _exact_dot(a, b, total):
     """`total + a b` for float32 a, in which b keeps every bit of its own.
 
-    A bfloat16 b takes a as the sum of two of its kind; else three products of tf32 make a float32
-    one, and a float16 is a tf32 exactly.
+    A bfloat16 b takes a as the sum of two of its kind. A float16 is a tf32 exactly, so that two of
+    those for a are enough; a float32 b takes three products.
     """
     if b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         low = (a - high.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(low, b, tl.dot(high, b, total))
+    elif b.dtype == tl.float16:
+        high = _leading_tf32(a)
+        b = b.to(tl.float32)
+        total = tl.dot(high, b, total, input_precision="tf32")
+        return tl.dot(a - high, b, total, input_precision="tf32")
     else:
         return tl.dot(a, b.to(tl.float32), total, input_precision="tf32x3")
 
@@ -116,8 +127,13 @@ def logits_kernel(
         if len(folded) == 2:
             w_low = tl.trans(tl.load(folded[1] + w_offsets, mask=w_mask, other=0.0))
             products = tl.dot(v, w_low, tl.dot(v, w, products))
+        elif v.dtype == tl.float16:
+            high = _leading_tf32(w)
+            x = v.to(tl.float32)
+            products = tl.dot(x, high, products, input_precision="tf32")
+            products = tl.dot(x, w - high, products, input_precision="tf32")
         else:
-            products = tl.dot(v.to(tl.float32), w, products, input_precision="tf32x3")
+            products = tl.dot(v, w, products, input_precision="tf32x3")
         if KNOWN < N:
             x = v.to(tl.float32)
             squares += in_thread_sum(x * x, COLUMNS // 8)
@@ -365,6 +381,7 @@ def gradients_kernel(
     D: tl.constexpr,
     N_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
+    STACKED: tl.constexpr,
     ROW_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -372,7 +389,11 @@ def gradients_kernel(
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Some columns of the sources' gradients, and of a partial row of the queries'."""
+    """Some columns of the sources' gradients, and of a partial row of the queries'.
+
+    STACKED: the low parts of the queries are further rows of the array of the high ones. Where both
+    fit a tile, with every coefficient twice, they take half of the registers.
+    """
     fresh = (g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11, g12, g13, g14, g15)
     T = tl.cast(T, tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -389,8 +410,13 @@ def gradients_kernel(
         gradients = _sources(accumulated, T, N, N_PAD, D, BANK, FIRST)
     else:
         gradients = _sources(fresh, T, N, N_PAD, D, BANK, FIRST)
+    of_part = s_axis
+    has_part = s_mask
+    if STACKED:
+        of_part = s_axis % S
+        has_part = s_axis < 2 * S
     w_offsets = s_axis[:, None] * D + column[None, :]
-    w_mask = s_mask[:, None] & (column < D)[None, :]
+    w_mask = has_part[:, None] & (column < D)[None, :]
     w = tl.load(folded[0] + w_offsets, mask=w_mask, other=0.0)
     w = tl.broadcast_to(w[None, :, :], (TOKENS, S_PAD, COLUMNS))
     if len(folded) == 2:
@@ -398,7 +424,9 @@ def gradients_kernel(
         w_low = tl.broadcast_to(w_low[None, :, :], (TOKENS, S_PAD, COLUMNS))
     of_query = tl.zeros((S_PAD, COLUMNS), tl.float32)
     first = tl.program_id(1).to(tl.int64) * ROW_TOKENS
-    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES):
+    # Where the queries are float32, registers do not hold what could be moved out of the loop.
+    WIDE: tl.constexpr = folded[0].dtype.element_ty == tl.float32
+    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES, disable_licm=WIDE):
         tokens = first + step * TOKENS + tl.arange(0, TOKENS)
         in_range = tokens < T
         do = tl.load(
@@ -412,8 +440,10 @@ def gradients_kernel(
         offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + s_axis[None, None, :]
         mask = in_range[:, None, None] & counts[None, :, None] & s_mask[None, None, :]
         p = tl.load(weights + offsets, mask=mask, other=0.0)
-        c = tl.load(coefficients + offsets, mask=mask, other=0.0)
         dv = _exact_dot(p, do, tl.zeros((TOKENS, N_PAD, COLUMNS), tl.float32))
+        offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + of_part[None, None, :]
+        mask = in_range[:, None, None] & counts[None, :, None] & has_part[None, None, :]
+        c = tl.load(coefficients + offsets, mask=mask, other=0.0)
         dv = _exact_dot(c, w, dv)
         if len(folded) == 2:
             dv = tl.dot(c.to(tl.bfloat16), w_low, dv)
@@ -440,4 +470,5 @@ def gradients_kernel(
         )
         of_query = _exact_dot(c, tl.reshape(v, (TOKENS * N_PAD, COLUMNS)), of_query)
     row = tl.program_id(1).to(tl.int64) * S + s_axis[:, None]
-    tl.store(partials + row * D + column[None, :], of_query, mask=w_mask)
+    mask = s_mask[:, None] & (column < D)[None, :]
+    tl.store(partials + row * D + column[None, :], of_query, mask=mask)

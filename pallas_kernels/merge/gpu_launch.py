@@ -72,7 +72,9 @@ def loadable(update: jax.Array | None, dtype: jnp.dtype) -> jax.Array | None:
     return update.astype(jnp.float32)
 
 
-def choose_tiling(output: jax.Array, *, backward: bool) -> triton_tiling.Tiling:
+def choose_tiling(
+    output: jax.Array, *, backward: bool, single_phase: bool = False
+) -> triton_tiling.Tiling:
     """Returns the launch for an array `[..., d]` on the GPU that the program is for."""
     capability = gpus.compute_capability()
     assert capability is not None, "checked by unsupported"
@@ -82,4 +84,5 @@ def choose_tiling(output: jax.Array, *, backward: bool) -> triton_tiling.Tiling:
         output.dtype,
         compute_capability=capability,
         backward=backward,
+        single_phase=single_phase,
     )

@@ -54,11 +54,13 @@ class Gpu:
         multiprocessors: Of the largest card of the capability.
         forward: (warps, most tiles a row) that leave no register spilled, in order of preference.
         backward: The same for the backward kernel.
+        single_phase_backward: The same for that of the single-phase read, which keeps more rows.
     """
 
     multiprocessors: int
     forward: tuple[tuple[int, int], ...] = ((4, 3), (8, 4), (16, 4), (16, 16))
     backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (16, 2), (16, 16))
+    single_phase_backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (8, 4), (16, 16))
 
 
 GPUS = {80: Gpu(108), 90: Gpu(132), 100: Gpu(148)}
@@ -70,7 +72,13 @@ MAX_TOKENS = 16
 
 
 def choose_tiling(
-    num_tokens: int, width: int, dtype, *, compute_capability: int, backward: bool
+    num_tokens: int,
+    width: int,
+    dtype,
+    *,
+    compute_capability: int,
+    backward: bool,
+    single_phase: bool = False,
 ) -> Tiling:
     """Returns the launch for arrays `[num_tokens, width]` whose output has a dtype.
 
@@ -79,8 +87,11 @@ def choose_tiling(
     """
     dtype = jnp.dtype(dtype)
     gpu = launches_for(GPUS, dtype, compute_capability)
+    launches = gpu.backward if backward else gpu.forward
+    if backward and single_phase:
+        launches = gpu.single_phase_backward
     num_warps, most_chunks, columns, chunks, fitting = 0, 0, {}, {}, []
-    for num_warps, most_chunks in gpu.backward if backward else gpu.forward:
+    for num_warps, most_chunks in launches:
         # Eight columns of a tile are a thread's: loads of 16 bytes.
         columns = {t: 256 * num_warps // t for t in (1, 2, 4, 8, MAX_TOKENS)}
         chunks = {t: -(-width // c) for t, c in columns.items()}

@@ -60,7 +60,7 @@ def run_backward(
             *arguments,
             dlogits_nt=dlogits_nt,
             dvalues=dvalues,
-            tiling=call.tiling or merge.choose_tiling(values[0], backward=True),
+            tiling=call.tiling or merge.choose_tiling(values[0], backward=True, single_phase=True),
         )
 
     dlogits_nt = None

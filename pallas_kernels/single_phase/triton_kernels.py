@@ -166,13 +166,16 @@ def backward_kernel(
         of_query = of_query + (tl.zeros((TOKENS, HALF), tl.float32),)
         of_gain = of_gain + (tl.zeros((TOKENS, HALF), tl.float32),)
 
-    for step in range(ROW_TOKENS // TOKENS):
+    # Nothing is moved out of the loop, as there are no registers to keep it in.
+    for step in tl.range(0, ROW_TOKENS // TOKENS, disable_licm=True):
         # 16 each time, see `halves`.
         sixteen = tl.where(step + 1 > never, 0, 16)
         again_sixteen = tl.where(step + 2 > never, 0, 16)
-        start = tl.program_id(0).to(tl.int64) * ROW_TOKENS + step * TOKENS
-        tokens = start + tl.arange(0, TOKENS)
-        in_range = tokens < T
+        # The same for all threads, whose own offsets from there fit in 32 bits.
+        first = tl.program_id(0).to(tl.int64) * ROW_TOKENS + step * TOKENS
+        rows = first * D
+        tokens = tl.arange(0, TOKENS)
+        in_range = tokens < tl.minimum(T - first, TOKENS).to(tl.int32)
         held = ()
         dhiddens = ()
         for n in tl.static_range(N + 1):
@@ -180,15 +183,17 @@ def backward_kernel(
             if n < N:
                 source = values[n]
             for chunk in tl.static_range(CHUNKS):
-                held = held + (load_tile(source, tokens, in_range, chunk, D, HALF, PACKED),)
+                tile = load_tile(source + rows, tokens, in_range, chunk, D, HALF, PACKED)
+                held = held + (tile,)
         for chunk in tl.static_range(CHUNKS):
-            dhiddens = dhiddens + (load_tile(dhidden, tokens, in_range, chunk, D, HALF, PACKED),)
+            tile = load_tile(dhidden + rows, tokens, in_range, chunk, D, HALF, PACKED)
+            dhiddens = dhiddens + (tile,)
         inverse_rms = ()
         logits = ()
         for n in tl.static_range(N + 1):
-            at = tokens + n * T
+            at = first + n * T + tokens
             inverse_rms = inverse_rms + (tl.load(statistics + at, mask=in_range, other=0.0),)
-            at = tokens + (N + 1 + n) * T
+            at = first + (N + 1 + n) * T + tokens
             logits = logits + (tl.load(statistics + at, mask=in_range, other=0.0),)
         weights = _weights(logits, N)
 
@@ -229,7 +234,7 @@ def backward_kernel(
             pulls = pulls + (tl.sum(dn_v[n], 1),)
         radial = tl.zeros_like(pulls[0])
         if norm_gain is not None:
-            at = tokens + (2 * N + 2) * T
+            at = first + (2 * N + 2) * T + tokens
             read_r = tl.load(statistics + at, mask=in_range, other=0.0)
             for n in tl.static_range(N + 1):
                 radial += weights[n] * pulls[n]
@@ -247,7 +252,7 @@ def backward_kernel(
                 difference += weights[m] * (pulls[n] - pulls[m])
             dlogit = weights[n] * difference
             if dlogits_ptr is not None:
-                dlogit += tl.load(dlogits_ptr + tokens + n * T, mask=in_range, other=0.0)
+                dlogit += tl.load(dlogits_ptr + (first + n * T) + tokens, mask=in_range, other=0.0)
             dlogits = dlogits + (dlogit,)
 
         more_query = ()
@@ -290,22 +295,22 @@ def backward_kernel(
                 d_y = weights[n][:, None] * dread_y + query_pull * w_y - key_pull * y
                 if n < N:
                     if accumulated is not None:
-                        gradient = accumulated[n]
+                        gradient = accumulated[n] + rows
                         tile = load_tile(gradient, tokens, in_range, chunk, D, HALF, PACKED)
                         before_x, before_y = halves(tile, 16, DTYPE, PACKED)
                         d_x += before_x
                         d_y += before_y
                     else:
-                        gradient = fresh[n]
+                        gradient = fresh[n] + rows
                 else:
                     if dsummed is not None:
-                        gradient = dsummed[0]
+                        gradient = dsummed[0] + rows
                         tile = load_tile(gradient, tokens, in_range, chunk, D, HALF, PACKED)
                         before_x, before_y = halves(tile, 16, SUM, PACKED)
                         d_x += before_x
                         d_y += before_y
                     else:
-                        gradient = dsum
+                        gradient = dsum + rows
                 store_tile(gradient, tokens, in_range, chunk, d_x, d_y, D, HALF, PACKED)
             more_query = more_query + (query_x,)
             more_query = more_query + (query_y,)

@@ -50,7 +50,9 @@ def run(n, t, d, dtype, sum_dtype=None, *, terms="both", with_norm=True, accumul
     rounded = total.astype(np.float32).astype(np.dtype(sum_dtype))
 
     def tiling(backward):
-        chosen = choose_tiling(t, d, dtype, compute_capability=90, backward=backward)
+        chosen = choose_tiling(
+            t, d, dtype, compute_capability=90, backward=backward, single_phase=True
+        )
         return dataclasses.replace(chosen, **({"row_tokens": 32} if backward else {}) | tile)
 
     summed, hidden, statistics = triton_gpu.forward(

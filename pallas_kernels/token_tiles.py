@@ -102,16 +102,13 @@ def as_row(column: jax.Array) -> jax.Array:
 
 
 def as_columns(*scalars: jax.Array) -> jax.Array:
-    """Spreads k arrays `[1, t]` over 128 lanes each, a token in each sublane: `[t, k * 128]`.
+    """Spreads k arrays `[1, t]` over 128 lanes each, a token in each sublane: `[t, k * 128]`."""
 
-    A product with ones and zeros on the matrix unit, exact as the scalars are split before.
-    """
-    stacked = jnp.concatenate([bfloat16_parts(row) for row in scalars])
-    shape = (stacked.shape[0], len(scalars) * LANES)
-    of_part = jax.lax.broadcasted_iota(jnp.int32, shape, 0) // SUBLANES
-    of_lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // LANES
-    spread = jnp.where(of_part == of_lane, 1.0, 0.0).astype(jnp.bfloat16)
-    return dot_float32(stacked, spread, contract=(0, 0))
+    def column(row):
+        blocks = [row[:, i : i + LANES] for i in range(0, row.shape[1], LANES)]
+        return jnp.concatenate([jnp.broadcast_to(x, (LANES, LANES)).T for x in blocks])
+
+    return jnp.concatenate([column(row) for row in scalars], axis=1)
 
 
 def widen(column: jax.Array, like: jax.Array) -> jax.Array:

@@ -11,7 +11,9 @@ are spread into columns, a token in each sublane.
 
 Sums of products with bfloat16 rows go to the matrix unit, which is idle otherwise: its products of
 bfloat16 numbers are exact and its sums float32, so a float32 factor split into three bfloat16 parts
-loses nothing. What is summed over tokens there never mixes into the row of another token.
+loses nothing. What is summed over tokens there never mixes into the row of another token. Products
+of a float32 number of each token with a float32 vector over d are made there too, of six pairs of
+parts; the three that are left out are below the rounding of float32.
 
 Names: t tokens, d width, k statistics; a row is `[d]`, and a suffix names the axes of an array.
 """
@@ -26,6 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.merge.tiling import LANES, SUBLANES, Tiling
 from pallas_kernels.token_tiles import (
+    LEFT,
+    RIGHT,
     Taker,
     add_lanes,
     add_rounded,
@@ -49,7 +53,7 @@ BACKWARD_NAME = "attnres_merge_backward"
 # Rows of the statistics. The last is there if a norm follows the read.
 _LSE, _INVERSE_RMS, _LOGIT, _READ_INVERSE_RMS = range(4)
 # Columns, each 128 lanes wide.
-_REST, _GATE = _OF_FOLDED, _OF_SUMMED = slice(0, LANES), slice(LANES, 2 * LANES)
+_REST, _GATE = _OF_SUMMED, _OF_FOLDED = slice(0, LANES), slice(LANES, 2 * LANES)
 
 
 def forward(
@@ -284,8 +288,10 @@ def backward(
     rows = pl.BlockSpec((tokens, d), lambda half, i: (half * n_steps + i, 0))
     accumulator = pl.BlockSpec((SUBLANES, d), lambda half, i: (half, 0))
     accumulated = jax.ShapeDtypeStruct((n_halves * SUBLANES, d), jnp.float32)
-    arguments = [output_td, summed_td, dhidden_td, dsummed_td, statistics_kt, folded_d[None]]
-    in_specs = [rows, rows, rows, rows, of_tokens(k), whole(folded_d[None])]
+    on_matrix_unit = summed_td.dtype == jnp.bfloat16
+    folded = bfloat16_parts(folded_d[None], RIGHT) if on_matrix_unit else folded_d[None]
+    arguments = [output_td, summed_td, dhidden_td, dsummed_td, statistics_kt, folded]
+    in_specs = [rows, rows, rows, rows, of_tokens(k), whole(folded)]
     out_shape = [
         jax.ShapeDtypeStruct((t, d), output_td.dtype),
         jax.ShapeDtypeStruct((1, t), jnp.float32),
@@ -317,8 +323,13 @@ def backward(
         scratch_shapes=[
             *[pltpu.VMEM((tokens, d), jnp.float32)] * (2 if with_norm else 0),
             *[pltpu.VMEM((tokens, LANES), jnp.float32)] * (3 if with_norm else 1),
-            *[pltpu.VMEM((tokens, 2 * LANES), jnp.float32)] * 2,
-            pltpu.VMEM((SUBLANES, tokens), jnp.bfloat16),
+            pltpu.VMEM((tokens, 2 * LANES), jnp.float32),
+            pltpu.VMEM((tokens, LANES if on_matrix_unit else 2 * LANES), jnp.float32),
+            *on_matrix_unit
+            * [
+                pltpu.VMEM((SUBLANES, tokens), jnp.bfloat16),
+                pltpu.VMEM((tokens, LANES), jnp.bfloat16),
+            ],
         ],
         # The interpreter for TPUs cannot alias what a last tile pads.
         input_output_aliases={3: 2} if t % tokens == 0 else {},
@@ -355,9 +366,10 @@ def _backward_kernel(
     doutput_ref, dlse_ref, dsum_ref, dfolded_ref = take(), take(), take(), take()
     dnorm_gain_ref, dnormalised_ref, normalised_ref = [take(with_norm) for _ in range(3)]
     pulls_ref, means_ref, tilts_ref = take(), take(with_norm), take(with_norm)
-    columns_ref, scales_ref, parts_ref = take(), take(), take()
+    columns_ref, scales_ref = take(), take()
     tokens, d = output_ref.shape
     on_matrix_unit = summed_ref.dtype == jnp.bfloat16
+    parts_ref, factors_ref = take(on_matrix_unit), take(on_matrix_unit)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -400,19 +412,25 @@ def _backward_kernel(
             add_lanes(tilts_ref, group, along_d, normalised * difference)
             dnorm_gain_ref[:, along_d] += sum_sublanes(dhidden * normalised)
 
-    pull = as_row(sum_lanes(pulls_ref[...]))
+    pulls = pulls_ref[...]
     if with_norm:
-        mean = sum_lanes(means_ref[...]) / d
-        means_ref[...] = jnp.broadcast_to(mean, (tokens, LANES))
-        mean = as_row(mean)
-        pull = read_r * (pull - mean * as_row(sum_lanes(tilts_ref[...])))
+        mean = jnp.broadcast_to(sum_lanes(means_ref[...]) / d, (tokens, LANES))
+        means_ref[...] = mean
+        pulls -= mean * tilts_ref[...]
+    pull = read_r * as_row(sum_lanes(pulls))
     if with_dgate:
         pull += dgate_ref[...]
     dlogit = gate * rest * pull
     dlse_ref[...] = -dlogit
-    scales_ref[...] = as_columns(dlogit * r, dlogit * logit * r * r / d)
+    of_folded, of_summed = dlogit * r, dlogit * logit * r * r / d
     if on_matrix_unit:
-        parts_ref[...] = bfloat16_parts(dlogit * r)
+        scales_ref[...] = as_columns(of_summed)
+        parts_ref[...] = bfloat16_parts(of_folded)
+        factors = bfloat16_parts(of_folded, LEFT).astype(jnp.float32)
+        for i in range(0, tokens, LANES):
+            factors_ref[i : i + LANES, :SUBLANES] = factors[:, i : i + LANES].T.astype(jnp.bfloat16)
+    else:
+        scales_ref[...] = as_columns(of_summed, of_folded)
 
     @for_each(tokens, LANES)
     def _(register):
@@ -422,7 +440,7 @@ def _backward_kernel(
                 dfolded_ref[:, along_d] += dot_float32(parts_ref[:, register], summed)
             for group in groups_of(register, LANES // 4):
                 rest, gate = columns_ref[group, _REST], columns_ref[group, _GATE]
-                of_folded, of_summed = scales_ref[group, _OF_FOLDED], scales_ref[group, _OF_SUMMED]
+                of_summed = scales_ref[group, _OF_SUMMED]
                 if with_norm:
                     dread = dnormalised_ref[group, along_d]
                     mean = widen(means_ref[group, :], dread)
@@ -432,11 +450,13 @@ def _backward_kernel(
                 doutput = widen(rest, dread) * dread
                 doutput_ref[group, along_d] = doutput.astype(doutput_ref.dtype)
                 summed = summed_ref[group, along_d].astype(jnp.float32)
-                if not on_matrix_unit:
-                    dfolded = sum_sublanes(widen(of_folded, summed) * summed)
-                    dfolded_ref[:, along_d] += dfolded
                 dsum = dsummed_ref[group, along_d].astype(jnp.float32)
                 dsum += widen(gate, dread) * dread
-                dsum += widen(of_folded, dread) * folded_ref[:, along_d]
+                if on_matrix_unit:
+                    dsum += dot_float32(factors_ref[group, :SUBLANES], folded_ref[:, along_d])
+                else:
+                    of_folded = widen(scales_ref[group, _OF_FOLDED], summed)
+                    dfolded_ref[:, along_d] += sum_sublanes(of_folded * summed)
+                    dsum += of_folded * folded_ref[:, along_d]
                 dsum -= widen(of_summed, summed) * summed
                 dsum_ref[group, along_d] = dsum.astype(dsum_ref.dtype)

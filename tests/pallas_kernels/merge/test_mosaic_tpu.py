@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import token_tiles
 from pallas_kernels.merge import mosaic_tpu
 from pallas_kernels.merge.tiling import Tiling, choose_tiling, tile_bytes
 from tests import oracles
@@ -39,6 +40,16 @@ def assert_near(actual, expected, name):
     else:
         tolerance = 1.05 * oracles.rounding_floor(expected, np.dtype(actual.dtype))
     assert error <= tolerance, f"{name}: {error}, tolerance {tolerance}"
+
+
+def test_parts_of_two_factors_multiply_to_the_float32_product():
+    x_t, y_d = (jnp.asarray(oracles.normal(i, 1, 128), jnp.float32) for i in range(2))
+    left = token_tiles.bfloat16_parts(x_t, token_tiles.LEFT)
+    right = token_tiles.bfloat16_parts(y_d, token_tiles.RIGHT)
+    assert left.dtype == right.dtype == jnp.bfloat16
+    product_td = oracles.float64(left).T @ oracles.float64(right)
+    expected_td = oracles.float64(x_t).T * oracles.float64(y_d)
+    np.testing.assert_allclose(product_td, expected_td, rtol=2**-23)
 
 
 @pytest.mark.parametrize("interpret", INTERPRETERS)

@@ -60,6 +60,9 @@ def test_parts_of_two_factors_multiply_to_the_float32_product():
         (256, 400, jnp.bfloat16, jnp.bfloat16, {}),  # two tiles: one for each half of the sums
         (129, 144, jnp.bfloat16, jnp.bfloat16, {"with_norm": False}),
         (300, 144, jnp.bfloat16, jnp.float32, {"with_dgate": False, "tokens": 256}),
+        # From three registers of tokens on, each is added up while the one before is read.
+        (390, 144, jnp.bfloat16, jnp.bfloat16, {"tokens": 512}),
+        (384, 100, jnp.float32, jnp.float32, {"with_norm": False, "tokens": 384}),
         (7, 100, jnp.float16, jnp.float16, {"with_partial": False}),
         (1, 1, jnp.float32, jnp.float32, {"with_update": False, "norm_eps": 0.1}),
     ],

@@ -14,6 +14,7 @@ from pallas_kernels.inter_block import mosaic_tpu as inter_block
 from pallas_kernels.inter_block import tiling as inter_block_tiling
 from pallas_kernels.merge import mosaic_tpu as merge
 from pallas_kernels.merge import tiling as merge_tiling
+from pallas_kernels.merge.tiling import LANES, SUBLANES
 from pallas_kernels.single_phase import mosaic_tpu as single_phase
 from pallas_kernels.single_phase import tiling as single_phase_tiling
 
@@ -295,11 +296,22 @@ PLAIN = {
 """Plain programs, and the kernels that do the same."""
 
 
+def tile(shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Returns the rows and columns of which a TPU's memory holds whole multiples of an array.
+
+    That is of its last two axes, and for arrays of two axes or more that are not transposed:
+    kernels take no others.
+    """
+    rows = shape[-2]
+    return min(SUBLANES, max(1 << (rows - 1).bit_length(), 4 // itemsize)), LANES
+
+
 def moved_bytes(program: Program) -> tuple[int, int]:
     """Counts the bytes that a kernel's windows move between memory and the chip.
 
     A window is moved when it is another one than in the step before, and only the part of it that
-    lies in its array. Rows that a kernel reads and overwrites are moved twice.
+    lies in its array, in whole tiles of memory: a row of 1168 numbers moves as 1280. Rows that a
+    kernel reads and overwrites are moved twice.
 
     Args:
         program: Launches its kernel once.
@@ -322,8 +334,10 @@ def moved_bytes(program: Program) -> tuple[int, int]:
         block = np.stack([np.asarray(x) for x in index_map(*steps)], axis=1)
         moves = np.append(True, (block[1:] != block[:-1]).any(axis=1))
         size = np.array([getattr(x, "block_size", 1) for x in window.block_shape])
-        inside = np.minimum(size, np.array(window.array_aval.shape) - block[moves] * size)
-        total += int(inside.prod(axis=1).sum()) * window.array_aval.dtype.itemsize
+        shape, itemsize = window.array_aval.shape, window.array_aval.dtype.itemsize
+        inside = np.minimum(size, np.array(shape) - block[moves] * size)
+        whole = np.array([1] * (len(shape) - 2) + list(tile(shape, itemsize)))
+        total += int((-(-inside // whole) * whole).prod(axis=1).sum()) * itemsize
     return total, steps.shape[1]
 
 

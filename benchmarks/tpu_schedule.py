@@ -6,6 +6,7 @@ Compiles every TPU kernel for TPU generations that need not be there, and reads 
 grid step. Where its bundles are fewer than the cycles in which memory moves the step's bytes, the
 kernel is bound by memory, which is as fast as this operation can be. Nothing is run.
 
+    columns             that a row of d takes in memory, whose tiles are 128 wide: 1280 of D=1168
     tokens              rows of each array in a grid step
     cores               cores that share the memory; a kernel may leave one of two unused
     bundles, stalls     of one grid step, loops multiplied out: with instructions, and empty ones
@@ -14,16 +15,19 @@ kernel is bound by memory, which is as fast as this operation can be. Nothing is
     bundles_over_hbm    their ratio
     with_stalls         the same ratio, stalls included
     busiest, busy       instructions that take most of their slots in these bundles, and how many
-    bytes_over_minimum  bytes moved, statistics included, over the rows of d that must move
+    bytes_over_minimum  bytes moved, statistics included, over the rows that must move, as they lie
+                        in memory
     vmem_mib            windows, scratch and spilled registers
 
 A second table holds what XLA's cost model says of phase 1 in its plain form, a stack of the sources
-and products over it, without any kernel.
+and products over it, without any kernel. The minimum there is that of rows of d columns, without
+what fills tiles: XLA may transpose arrays so that nothing does.
 """
 
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import multiprocessing
 import os
 import pathlib
@@ -46,7 +50,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import bundles
-from benchmarks.launches import DTYPE, KERNELS, PLAIN, Shape, moved_bytes
+from benchmarks.launches import DTYPE, KERNELS, PLAIN, Shape, moved_bytes, tile
 from benchmarks.rows import print_rows
 from pallas_kernels import chips
 
@@ -159,7 +163,8 @@ def measure(case: Case, folder: str) -> dict:
         dump = _dump_folder(folder)
         shutil.rmtree(dump, ignore_errors=True)
         compiled = jax.jit(program.function).lower(*arguments).compile()
-    minimum = program.rows * shape.t * shape.d * jnp.dtype(DTYPE).itemsize
+    itemsize = jnp.dtype(DTYPE).itemsize
+    minimum = program.rows * shape.t * shape.d * itemsize
     row: dict = {"chip": case.chip, "shape": str(shape)}
     if program.kernel is None:
         moved = sum(moved_bytes(KERNELS[name](shape, core))[0] for name in PLAIN[case.name][1])
@@ -174,12 +179,15 @@ def measure(case: Case, folder: str) -> dict:
         }
     schedule = bundles.read(dump, program.kernel, cores=core.cores)
     moved, steps = moved_bytes(program)
+    _, width = tile((shape.t, shape.d), itemsize)
+    columns = math.ceil(shape.d / width) * width
     cores = schedule.cores * chip.devices
     memory_cycles = moved / steps * chip.clock / (chip.bandwidth / cores)
     step = schedule.step
     busiest, share = step.busiest
     return row | {
         "kernel": case.name,
+        "columns": columns,
         "tokens": program.tokens,
         "cores": cores,
         "bundles": step.bundles,
@@ -189,7 +197,7 @@ def measure(case: Case, folder: str) -> dict:
         "with_stalls": (step.bundles + step.stalls) / memory_cycles,
         "busiest": busiest,
         "busy": share,
-        "bytes_over_minimum": moved / minimum,
+        "bytes_over_minimum": moved / (program.rows * shape.t * columns * itemsize),
         "vmem_mib": schedule.vmem_bytes / 2**20,
     }
 

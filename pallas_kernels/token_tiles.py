@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.merge.tiling import LANES, SUBLANES
 
+LEFT, RIGHT = (0, 1, 2, 0, 1, 0), (0, 0, 0, 1, 1, 2)
+"""Orders of two factors' parts whose products add up to the float32 product."""
 _WIDTH = 256  # Elements of d taken at once: two registers wide, so that half precision packs fully.
 
 
@@ -102,16 +104,13 @@ def as_row(column: jax.Array) -> jax.Array:
 
 
 def as_columns(*scalars: jax.Array) -> jax.Array:
-    """Spreads k arrays `[1, t]` over 128 lanes each, a token in each sublane: `[t, k * 128]`.
+    """Spreads k arrays `[1, t]` over 128 lanes each, a token in each sublane: `[t, k * 128]`."""
 
-    A product with ones and zeros on the matrix unit, exact as the scalars are split before.
-    """
-    stacked = jnp.concatenate([bfloat16_parts(row) for row in scalars])
-    shape = (stacked.shape[0], len(scalars) * LANES)
-    of_part = jax.lax.broadcasted_iota(jnp.int32, shape, 0) // SUBLANES
-    of_lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // LANES
-    spread = jnp.where(of_part == of_lane, 1.0, 0.0).astype(jnp.bfloat16)
-    return dot_float32(stacked, spread, contract=(0, 0))
+    def column(row):
+        blocks = [row[:, i : i + LANES] for i in range(0, row.shape[1], LANES)]
+        return jnp.concatenate([jnp.broadcast_to(x, (LANES, LANES)).T for x in blocks])
+
+    return jnp.concatenate([column(row) for row in scalars], axis=1)
 
 
 def widen(column: jax.Array, like: jax.Array) -> jax.Array:
@@ -130,13 +129,18 @@ def sum_sublanes(x: jax.Array) -> jax.Array:
     return total
 
 
-def bfloat16_parts(row: jax.Array) -> jax.Array:
-    """float32 `[1, w]` -> `[8, w]`: three rows that add up to it, each exact in bfloat16; zeros."""
-    part = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, row.shape[1]), 0)
-    parts = jnp.zeros(part.shape, jnp.float32)
-    for i in range(3):
+def bfloat16_parts(row: jax.Array, order: tuple[int, ...] = (0, 1, 2)) -> jax.Array:
+    """float32 `[1, w]` -> `[8, w]`: the three bfloat16 numbers that add up to it, largest first.
+
+    One a row, in this order; the other rows are zeros.
+    """
+    at = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, row.shape[1]), 0)
+    parts = jnp.zeros(at.shape, jnp.float32)
+    for part in range(3):
         high = row.astype(jnp.bfloat16).astype(jnp.float32)
-        parts = jnp.where(part == i, high, parts)
+        for i, wanted in enumerate(order):
+            if wanted == part:
+                parts = jnp.where(at == i, high, parts)
         row = row - high
     return parts.astype(jnp.bfloat16)
 

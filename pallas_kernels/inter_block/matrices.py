@@ -61,10 +61,20 @@ def diagonal_blocks(compact: jax.Array, width: int, dtype: jnp.dtype, stacked: b
     return jnp.concatenate([first, expand(low)], axis=1)[:, : 2 * width]
 
 
-def summing_matrix(s: int, dtype: jnp.dtype) -> jax.Array:
-    """Sums `[.., (half, s, token)]` over halves and tokens; in bfloat16 three times over."""
+def stacks_halves(s: int, dtype: jnp.dtype, matrix_width: int) -> bool:
+    """Whether the backward's weights have their two bfloat16 parts as rows, and not as columns.
+
+    That takes 16 rows a source instead of 8, and so pays where it makes columns of the cotangents
+    and of the queries fit into one matrix that side by side would take two.
+    """
+    one, two = s * (GROUP + 2), s * (2 * GROUP + 3)
+    return halves(dtype) == 2 and one <= matrix_width < two <= 2 * matrix_width
+
+
+def summing_matrix(s: int, dtype: jnp.dtype, copies: int) -> jax.Array:
+    """Sums `[.., (half, s, token)]` over halves and tokens; in bfloat16 so many times over."""
     ones = jnp.repeat(jnp.eye(s, dtype=dtype), GROUP, axis=0)
-    return ones if halves(dtype) == 1 else jnp.tile(ones, (2, 3))
+    return ones if halves(dtype) == 1 else jnp.tile(ones, (2, copies))
 
 
 def query_rows(folded_sd: jax.Array, dtype: jnp.dtype, parts=(0, 1, 2)) -> jax.Array:

@@ -19,7 +19,7 @@ from pallas_kernels.inter_block.tiling import GROUP, LANES, Tiling
 from pallas_kernels.inter_block.windows import for_columns, for_subtiles, row_refs, taker
 
 
-def backward_kernel(*refs, n, s, t, counted, centred, weighed, accumulate, tiling: Tiling):
+def backward_kernel(*refs, n, s, t, counted, centred, weighed, accumulate, stacked, tiling: Tiling):
     """See `mosaic_tpu.backward`, which lists the references in this order."""
     take = taker(refs)
     if counted:
@@ -106,21 +106,30 @@ def backward_kernel(*refs, n, s, t, counted, centred, weighed, accumulate, tilin
 
         # One number for each source, token and read: the dlogits without their zeros.
         sums = dot(side_by_side(joined(dlogits), dtype), summing_ref[...])
+        high, low = split(sums)
+        lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
         if num_halves == 2:
-            high, low = split(sums)
-            lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
             sums = jnp.where((lane >= s) & (lane < 2 * s), low, high)
         for i in range(n):
             rows = pl.ds(pl.multiple_of(group * GROUP, GROUP), GROUP)
             coefficients_ref[i, rows, : sums.shape[1]] = sums[i * GROUP : (i + 1) * GROUP]
-        matrix = jnp.concatenate([side_by_side(joined(weights), dtype), sums.astype(dtype)], axis=1)
+        if stacked:
+            weight, rest = split(joined(weights))
+            rows = [[weight, high], [rest, jnp.where(lane < s, low, 0.0)]]
+            matrix = jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows]).astype(dtype)
+        else:
+            parts = [side_by_side(joined(weights), dtype), sums.astype(dtype)]
+            matrix = jnp.concatenate(parts, axis=1)
         return matrix, jnp.concatenate(shrink)
 
     def mix(rows, matrix, shrink):
         for start in range(0, d, tiling.finished):
             columns = pl.ds(start, min(tiling.finished, d - start))
-            slabs = [operand(ref[rows, columns]) for ref in doutput_refs] * num_halves
+            slabs = [operand(ref[rows, columns]) for ref in doutput_refs]
+            slabs *= 1 if stacked else num_halves
             total = dot(matrix, jnp.concatenate([*slabs, query_ref[:, columns]]))
+            if stacked:
+                total = total[: n * GROUP] + total[n * GROUP :]
             for i in range(n):
                 slab = slice(i * GROUP, (i + 1) * GROUP)
                 dvalue = total[slab] - shrink[slab] * to_float32(value_refs[i][rows, columns])

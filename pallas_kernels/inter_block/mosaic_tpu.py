@@ -21,7 +21,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.inter_block.matrices import halves, matrix_tiles, query_rows, summing_matrix
+from pallas_kernels.inter_block.matrices import (
+    halves,
+    matrix_tiles,
+    query_rows,
+    stacks_halves,
+    summing_matrix,
+)
 from pallas_kernels.inter_block.mosaic_backward import backward_kernel
 from pallas_kernels.inter_block.mosaic_forward import forward_kernel
 from pallas_kernels.inter_block.tiling import LANES, Tiling, pad
@@ -166,8 +172,9 @@ def backward(
     n, (t, d), dtype = len(values), values[0].shape, values[0].dtype
     s = folded_sd.shape[0]
     windows = Windows(t, d, tiling, cores)
-    rows_of_query = query_rows(folded_sd, dtype, parts=(0, 0, 1))
-    summing = summing_matrix(s, dtype)
+    stacked = stacks_halves(s, dtype, tiling.matrix_width)
+    rows_of_query = query_rows(folded_sd, dtype, parts=(0, 1) if stacked else (0, 0, 1))
+    summing = summing_matrix(s, dtype, copies=2 if stacked else 3)
     shift_st = dlse_st if delta_st is None else dlse_st - delta_st
 
     inputs = [rows_of_query, summing, logits_snt, inverse_rms_nt, lse_st, shift_st]
@@ -198,6 +205,7 @@ def backward(
             centred=delta_st is None,
             weighed=dlogits_snt is not None,
             accumulate=dvalues is not None,
+            stacked=stacked,
             tiling=tiling,
         ),
         windows.grid,

@@ -13,12 +13,36 @@ TOKENS = (256, 128, 64, 32, 16)
 """Rows of one step, best first; fewer than 16 do not fill a register of 16-bit numbers."""
 MAX_SOURCES = 48
 """Sources of one launch: more would not compile in reasonable time, and are chained instead."""
-CONTRACTED = 1152
 FINISHED = 512
-IN_FLIGHT = 100_000
-"""Numbers per token that the groups scheduled together may have in work."""
 SHARE = 0.85
 """Share of VMEM that windows may take; the rest is for the compiler's own scratch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much work of a kernel is scheduled together.
+
+    Attributes:
+        whole: Columns of the widest row that a product over d takes at once.
+        contracted: Columns that it takes at a time of a wider one.
+        numbers: Numbers per token that groups of 8 tokens may have in work together.
+        groups: How many of these groups at most.
+    """
+
+    whole: int
+    contracted: int
+    numbers: int
+    groups: int
+
+
+# By the width of the matrix unit. A wide one is sooner done with a group, and the backward's waits
+# for longer chains of scalars.
+LIMITS = {
+    ("forward", 128): Limits(2304, 1152, numbers=100_000, groups=8),
+    ("forward", 256): Limits(2304, 1152, numbers=100_000, groups=16),
+    ("backward", 128): Limits(2304, 2304, numbers=70_000, groups=14),
+    ("backward", 256): Limits(1152, 1152, numbers=180_000, groups=14),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +77,10 @@ class Tiling:
                 raise ValueError(
                     f"{name}: expected a multiple of 128 columns, got {getattr(self, name)}"
                 )
-        if self.unroll < 1 or min(self.tokens, 128) // 8 % self.unroll:
+        groups = min(self.tokens, LANES) // GROUP
+        if not 1 <= self.unroll <= groups:
             raise ValueError(
-                f"unroll: expected a divisor of the {min(self.tokens, 128) // 8} groups of 8"
-                f" tokens, got {self.unroll}"
+                f"unroll: expected 1 to {groups}, the groups of 8 tokens, got {self.unroll}"
             )
 
 
@@ -101,22 +125,31 @@ def choose(kind: Literal["forward", "backward"], shape: Shape, chip: Chip) -> Ti
             continue
         if window_bytes(kind, tokens, shape) > vmem_bytes:
             continue
-        groups = min(tokens, LANES) // 8
-        # Enough results in flight to keep the matrix unit busy, and no more code than that.
-        unroll = max(k for k in (1, 2, 4, 8) if k == 1 or k * shape.s * shape.d <= IN_FLIGHT)
+        limits = LIMITS[kind, 256 if chip.matrix_width >= 256 else 128]
         return Tiling(
             tokens=tokens,
-            contracted=_divisor(shape.d, CONTRACTED),
+            contracted=_contracted(shape.d, limits),
             finished=FINISHED,
-            unroll=min(unroll, groups if kind == "forward" else 2),
+            unroll=_unroll(kind, tokens, shape, limits),
             vmem_bytes=int(chip.vmem_bytes * 0.95),
             matrix_width=chip.matrix_width,
         )
     return None
 
 
-def _divisor(d: int, most: int) -> int:
-    """The largest multiple of 128 up to `most` that divides the whole registers of d."""
+def _unroll(kind: Literal["forward", "backward"], tokens: int, shape: Shape, limits: Limits) -> int:
+    """Enough groups in flight to keep the matrix unit busy, and no more code than that."""
+    groups = min(tokens, LANES) // GROUP
+    # The first group and the last one of the backward are outside of its loop.
+    turns = groups if kind == "forward" else max(groups - 2, 1)
+    in_flight = 2 * limits.numbers // (shape.itemsize * shape.s * shape.d)
+    most = max(min(in_flight, limits.groups), 1)
+    return max(k for k in range(1, turns + 1) if turns % k == 0 and k <= most)
+
+
+def _contracted(d: int, limits: Limits) -> int:
+    """The largest multiple of 128 up to the limit that divides the whole registers of d."""
+    most = limits.whole if d <= limits.whole else limits.contracted
     registers = max(d // LANES, 1)
     return LANES * max(k for k in range(1, most // LANES + 1) if registers % k == 0)
 

@@ -113,7 +113,9 @@ def for_subtiles(t: int, tiling: Tiling, cleared: list, subtile: Callable) -> No
             subtile(index, lanes)
             return carry
 
-        jax.lax.fori_loop(0, tiling.tokens // tokens, run, 0)
+        subtiles = tiling.tokens // tokens
+        # Two are scheduled as one: the second starts while the first ends.
+        jax.lax.fori_loop(0, subtiles, run, 0, unroll=subtiles == 2)
 
 
 def _clear(ref, valid: jax.Array) -> None:

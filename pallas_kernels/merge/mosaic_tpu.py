@@ -4,14 +4,18 @@ The forward reads the output of phase 1, the partial sum and the update, and wri
 the normalised read: five rows of d a token. The backward reads the output, the sum and both
 cotangents and writes two gradients: six rows. All arithmetic is float32.
 
-A grid step takes a tile of tokens down in passes: one over d for the inner products of every token,
-then the scalars of all tokens at once, then a pass over d for what they scale. Scalars of 128
-tokens lie along the lanes of a register, where one instruction treats them all; to scale rows they
-are spread into columns, a token in each sublane.
+A grid step takes its tokens down in passes: one over d for the inner products of every token, then
+their scalars, then a pass over d for what they scale. The forward does so for 128 tokens at a time,
+and begins with the next ones while the scalars of these are computed; the backward, whose passes
+would not find room in the registers together, for the whole tile. Scalars of 128 tokens lie along
+the lanes of a register, where one instruction treats them all; to scale rows they are spread into
+columns, a token in each sublane.
 
 Sums of products with bfloat16 rows go to the matrix unit, which is idle otherwise: its products of
 bfloat16 numbers are exact and its sums float32, so a float32 factor split into three bfloat16 parts
-loses nothing. What is summed over tokens there never mixes into the row of another token.
+loses nothing. What is summed over tokens there never mixes into the row of another token. Products
+of a float32 number of each token with a float32 vector over d are made there too, of six pairs of
+parts; the three that are left out are below the rounding of float32.
 
 Names: t tokens, d width, k statistics; a row is `[d]`, and a suffix names the axes of an array.
 """
@@ -26,6 +30,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.merge.tiling import LANES, SUBLANES, Tiling
 from pallas_kernels.token_tiles import (
+    LEFT,
+    RIGHT,
     Taker,
     add_lanes,
     add_rounded,
@@ -49,7 +55,7 @@ BACKWARD_NAME = "attnres_merge_backward"
 # Rows of the statistics. The last is there if a norm follows the read.
 _LSE, _INVERSE_RMS, _LOGIT, _READ_INVERSE_RMS = range(4)
 # Columns, each 128 lanes wide.
-_REST, _GATE = _OF_FOLDED, _OF_SUMMED = slice(0, LANES), slice(LANES, 2 * LANES)
+_REST, _GATE = _OF_SUMMED, _OF_FOLDED = slice(0, LANES), slice(LANES, 2 * LANES)
 
 
 def forward(
@@ -132,10 +138,10 @@ def forward(
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=[
-            pltpu.VMEM((tokens, d), jnp.float32),
-            pltpu.VMEM((tokens, LANES), jnp.float32),
-            pltpu.VMEM((SUBLANES, tokens) if on_matrix_unit else (tokens, LANES), jnp.float32),
-            pltpu.VMEM((tokens, 2 * LANES), jnp.float32),
+            pltpu.VMEM((2 * LANES, d), jnp.float32),
+            pltpu.VMEM((LANES, d), jnp.float32),
+            pltpu.VMEM((LANES, 2 * LANES), jnp.float32),
+            *[pltpu.VMEM((LANES, LANES), jnp.float32)] * 3,
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=tiling.vmem_bytes
@@ -157,74 +163,107 @@ def _forward_kernel(output_ref, lse_ref, *refs, n_parts, with_norm, eps, norm_ep
     folded_ref, norm_gain_ref = take(), take(with_norm)
     hidden_ref, gate_ref, statistics_ref = take(), take(), take()
     summed_ref = take() if n_parts == 2 else parts_refs[0]
-    rows_ref, squares_ref, dots_ref, columns_ref = take(), take(), take(), take()
-    tokens, d = output_ref.shape
+    exact_ref, read_ref, columns_ref, squares_ref, read_squares_ref, dots_ref = [
+        take() for _ in range(6)
+    ]
+    (tokens, d), all_tokens = output_ref.shape, slice(0, LANES)
     on_matrix_unit = summed_ref.dtype == jnp.bfloat16
 
-    @for_each(tokens, LANES)
-    def _(group):
+    def of_register(i):
+        return pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+
+    def kept(i):
+        """Where exact_ref has the sum of the i-th 128 tokens, beside that of those before."""
+        return pl.ds(pl.multiple_of(jax.lax.rem(i, 2) * LANES, LANES), LANES)
+
+    def sums(i):
+        """Adds the update; <folded, p> and <p, p> of the i-th 128 tokens, `[1, 128]` each."""
+        register, slot = of_register(i), kept(i)
         squares, dots, dot_parts = [], [], jnp.zeros((SUBLANES, LANES), jnp.float32)
         for along_d in pieces(d):
             if n_parts == 2:
-                summed_ref[group, along_d] = add_rounded(
-                    *[ref[group, along_d] for ref in parts_refs]
+                summed_ref[register, along_d] = add_rounded(
+                    *[ref[register, along_d] for ref in parts_refs]
                 )
-            summed = summed_ref[group, along_d]  # Read back: the rounded sum is what counts.
+            summed = summed_ref[register, along_d]  # Read back: the rounded sum is what counts.
             row = summed.astype(jnp.float32)
-            rows_ref[group, along_d] = row
+            exact_ref[slot, along_d] = row
             squares.append(row * row)
             if on_matrix_unit:
                 dot_parts += dot_float32(folded_ref[:, along_d], summed, contract=(1, 1))
             else:
                 dots.append(row * folded_ref[:, along_d])
-        store_lane_sums(squares_ref, group, squares)
+        store_lane_sums(squares_ref, all_tokens, squares)
+        square = as_row(sum_lanes(squares_ref[...]))
         if on_matrix_unit:
-            dots_ref[:, group] = dot_parts
-        else:
-            store_lane_sums(dots_ref, group, dots)
+            return jnp.sum(dot_parts, axis=0, keepdims=True), square
+        store_lane_sums(dots_ref, all_tokens, dots)
+        return as_row(sum_lanes(dots_ref[...])), square
 
-    if on_matrix_unit:
-        dot = jnp.sum(dots_ref[...], axis=0, keepdims=True)
-    else:
-        dot = as_row(sum_lanes(dots_ref[...]))
-    r = jax.lax.rsqrt(as_row(sum_lanes(squares_ref[...])) / d + eps)
-    logit, lse = dot * r, lse_ref[...]
-    gate, rest = jax.nn.sigmoid(logit - lse), jax.nn.sigmoid(lse - logit)
-    gate_ref[...] = gate
-    statistics_ref[_LSE : _LSE + 1, :] = lse
-    statistics_ref[_INVERSE_RMS : _INVERSE_RMS + 1, :] = r
-    statistics_ref[_LOGIT : _LOGIT + 1, :] = logit
-    columns_ref[...] = as_columns(rest, gate)
+    def weigh(i, dot, square):
+        """Writes the scalars of 128 tokens, and their weights into columns_ref."""
+        register = of_register(i)
+        r = jax.lax.rsqrt(square / d + eps)
+        logit, lse = dot * r, lse_ref[:, register]
+        gate, rest = jax.nn.sigmoid(logit - lse), jax.nn.sigmoid(lse - logit)
+        gate_ref[:, register] = gate
+        statistics_ref[_LSE : _LSE + 1, register] = lse
+        statistics_ref[_INVERSE_RMS : _INVERSE_RMS + 1, register] = r
+        statistics_ref[_LOGIT : _LOGIT + 1, register] = logit
+        columns_ref[...] = as_columns(rest, gate)
 
-    @for_each(tokens, 64)
-    def _(group):
-        rest, gate = columns_ref[group, :LANES], columns_ref[group, LANES:]
+    def read(i):
+        """The weighted sum of 128 tokens' rows, and its squares."""
+        register, slot = of_register(i), kept(i)
+        rest, gate = columns_ref[:, _REST], columns_ref[:, _GATE]
         squares = []
         for along_d in pieces(d):
-            output = output_ref[group, along_d].astype(jnp.float32)
-            read = widen(rest, output) * output
-            read += widen(gate, output) * rows_ref[group, along_d]
+            output = output_ref[register, along_d].astype(jnp.float32)
+            row = widen(rest, output) * output + widen(gate, output) * exact_ref[slot, along_d]
             if with_norm:
-                rows_ref[group, along_d] = read
-                squares.append(read * read)
+                read_ref[:, along_d] = row
+                squares.append(row * row)
             else:
-                hidden_ref[group, along_d] = read.astype(hidden_ref.dtype)
+                hidden_ref[register, along_d] = row.astype(hidden_ref.dtype)
         if with_norm:
-            store_lane_sums(squares_ref, group, squares)
+            store_lane_sums(read_squares_ref, all_tokens, squares)
 
-    if not with_norm:
-        return
-    read_r = jax.lax.rsqrt(sum_lanes(squares_ref[...]) / d + norm_eps)
-    statistics_ref[_READ_INVERSE_RMS:, :] = as_row(read_r)
-    columns_ref[:, :LANES] = jnp.broadcast_to(read_r, (tokens, LANES))
-
-    @for_each(tokens, LANES)
-    def _(group):
-        read_r = columns_ref[group, :LANES]
+    def normalise(i):
+        """Scales the rows that `read` has left."""
+        register = of_register(i)
+        read_r = jax.lax.rsqrt(sum_lanes(read_squares_ref[...]) / d + norm_eps)
+        statistics_ref[_READ_INVERSE_RMS:, register] = as_row(read_r)
+        read_r = jnp.broadcast_to(read_r, (LANES, LANES))
         for along_d in pieces(d):
-            read = rows_ref[group, along_d]
-            hidden = read * widen(read_r, read) * norm_gain_ref[:, along_d]
-            hidden_ref[group, along_d] = hidden.astype(hidden_ref.dtype)
+            row = read_ref[:, along_d]
+            hidden = row * widen(read_r, row) * norm_gain_ref[:, along_d]
+            hidden_ref[register, along_d] = hidden.astype(hidden_ref.dtype)
+
+    def step(i, carry):
+        # The sums of the next tokens fill the time in which scalars of these are on their way.
+        following = sums(i + 1)
+        read(i)
+        weigh(i + 1, *following)
+        if with_norm:
+            normalise(i)
+        return carry
+
+    def whole_step(i, carry):
+        weigh(i, *sums(i))
+        read(i)
+        if with_norm:
+            normalise(i)
+        return carry
+
+    n_registers = tokens // LANES
+    if n_registers <= 2:  # Rows so wide that latencies do not matter, and code for two would spill.
+        jax.lax.fori_loop(0, n_registers, whole_step, 0)
+        return
+    weigh(0, *sums(0))
+    jax.lax.fori_loop(0, n_registers - 1, step, 0)
+    read(n_registers - 1)
+    if with_norm:
+        normalise(n_registers - 1)
 
 
 def backward(
@@ -284,8 +323,10 @@ def backward(
     rows = pl.BlockSpec((tokens, d), lambda half, i: (half * n_steps + i, 0))
     accumulator = pl.BlockSpec((SUBLANES, d), lambda half, i: (half, 0))
     accumulated = jax.ShapeDtypeStruct((n_halves * SUBLANES, d), jnp.float32)
-    arguments = [output_td, summed_td, dhidden_td, dsummed_td, statistics_kt, folded_d[None]]
-    in_specs = [rows, rows, rows, rows, of_tokens(k), whole(folded_d[None])]
+    on_matrix_unit = summed_td.dtype == jnp.bfloat16
+    folded = bfloat16_parts(folded_d[None], RIGHT) if on_matrix_unit else folded_d[None]
+    arguments = [output_td, summed_td, dhidden_td, dsummed_td, statistics_kt, folded]
+    in_specs = [rows, rows, rows, rows, of_tokens(k), whole(folded)]
     out_shape = [
         jax.ShapeDtypeStruct((t, d), output_td.dtype),
         jax.ShapeDtypeStruct((1, t), jnp.float32),
@@ -317,8 +358,13 @@ def backward(
         scratch_shapes=[
             *[pltpu.VMEM((tokens, d), jnp.float32)] * (2 if with_norm else 0),
             *[pltpu.VMEM((tokens, LANES), jnp.float32)] * (3 if with_norm else 1),
-            *[pltpu.VMEM((tokens, 2 * LANES), jnp.float32)] * 2,
-            pltpu.VMEM((SUBLANES, tokens), jnp.bfloat16),
+            pltpu.VMEM((tokens, 2 * LANES), jnp.float32),
+            pltpu.VMEM((tokens, LANES if on_matrix_unit else 2 * LANES), jnp.float32),
+            *on_matrix_unit
+            * [
+                pltpu.VMEM((SUBLANES, tokens), jnp.bfloat16),
+                pltpu.VMEM((tokens, LANES), jnp.bfloat16),
+            ],
         ],
         # The interpreter for TPUs cannot alias what a last tile pads.
         input_output_aliases={3: 2} if t % tokens == 0 else {},
@@ -355,9 +401,10 @@ def _backward_kernel(
     doutput_ref, dlse_ref, dsum_ref, dfolded_ref = take(), take(), take(), take()
     dnorm_gain_ref, dnormalised_ref, normalised_ref = [take(with_norm) for _ in range(3)]
     pulls_ref, means_ref, tilts_ref = take(), take(with_norm), take(with_norm)
-    columns_ref, scales_ref, parts_ref = take(), take(), take()
+    columns_ref, scales_ref = take(), take()
     tokens, d = output_ref.shape
     on_matrix_unit = summed_ref.dtype == jnp.bfloat16
+    parts_ref, factors_ref = take(on_matrix_unit), take(on_matrix_unit)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -400,19 +447,25 @@ def _backward_kernel(
             add_lanes(tilts_ref, group, along_d, normalised * difference)
             dnorm_gain_ref[:, along_d] += sum_sublanes(dhidden * normalised)
 
-    pull = as_row(sum_lanes(pulls_ref[...]))
+    pulls = pulls_ref[...]
     if with_norm:
-        mean = sum_lanes(means_ref[...]) / d
-        means_ref[...] = jnp.broadcast_to(mean, (tokens, LANES))
-        mean = as_row(mean)
-        pull = read_r * (pull - mean * as_row(sum_lanes(tilts_ref[...])))
+        mean = jnp.broadcast_to(sum_lanes(means_ref[...]) / d, (tokens, LANES))
+        means_ref[...] = mean
+        pulls -= mean * tilts_ref[...]
+    pull = read_r * as_row(sum_lanes(pulls))
     if with_dgate:
         pull += dgate_ref[...]
     dlogit = gate * rest * pull
     dlse_ref[...] = -dlogit
-    scales_ref[...] = as_columns(dlogit * r, dlogit * logit * r * r / d)
+    of_folded, of_summed = dlogit * r, dlogit * logit * r * r / d
     if on_matrix_unit:
-        parts_ref[...] = bfloat16_parts(dlogit * r)
+        scales_ref[...] = as_columns(of_summed)
+        parts_ref[...] = bfloat16_parts(of_folded)
+        factors = bfloat16_parts(of_folded, LEFT).astype(jnp.float32)
+        for i in range(0, tokens, LANES):
+            factors_ref[i : i + LANES, :SUBLANES] = factors[:, i : i + LANES].T.astype(jnp.bfloat16)
+    else:
+        scales_ref[...] = as_columns(of_summed, of_folded)
 
     @for_each(tokens, LANES)
     def _(register):
@@ -422,7 +475,7 @@ def _backward_kernel(
                 dfolded_ref[:, along_d] += dot_float32(parts_ref[:, register], summed)
             for group in groups_of(register, LANES // 4):
                 rest, gate = columns_ref[group, _REST], columns_ref[group, _GATE]
-                of_folded, of_summed = scales_ref[group, _OF_FOLDED], scales_ref[group, _OF_SUMMED]
+                of_summed = scales_ref[group, _OF_SUMMED]
                 if with_norm:
                     dread = dnormalised_ref[group, along_d]
                     mean = widen(means_ref[group, :], dread)
@@ -432,11 +485,13 @@ def _backward_kernel(
                 doutput = widen(rest, dread) * dread
                 doutput_ref[group, along_d] = doutput.astype(doutput_ref.dtype)
                 summed = summed_ref[group, along_d].astype(jnp.float32)
-                if not on_matrix_unit:
-                    dfolded = sum_sublanes(widen(of_folded, summed) * summed)
-                    dfolded_ref[:, along_d] += dfolded
                 dsum = dsummed_ref[group, along_d].astype(jnp.float32)
                 dsum += widen(gate, dread) * dread
-                dsum += widen(of_folded, dread) * folded_ref[:, along_d]
+                if on_matrix_unit:
+                    dsum += dot_float32(factors_ref[group, :SUBLANES], folded_ref[:, along_d])
+                else:
+                    of_folded = widen(scales_ref[group, _OF_FOLDED], summed)
+                    dfolded_ref[:, along_d] += sum_sublanes(of_folded * summed)
+                    dsum += of_folded * folded_ref[:, along_d]
                 dsum -= widen(of_summed, summed) * summed
                 dsum_ref[group, along_d] = dsum.astype(dsum_ref.dtype)

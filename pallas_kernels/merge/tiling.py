@@ -44,13 +44,15 @@ def tile_bytes(kind: Literal["forward", "backward"], tokens: int, d: int, dtype:
         dtype: The widest dtype among the rows: that of the partial sum.
     """
     width = math.ceil(d / LANES) * LANES
-    # Rows in and out; float32 rows, and sums and columns of 128 lanes, that stay on the chip.
-    rows, scratch_rows, columns = (5, 1, 4) if kind == "forward" else (6, 2, 7)
+    # Rows in and out; float32 rows, and sums and columns of 128 lanes, that stay on the chip: in
+    # the forward for 128 tokens at a time.
+    rows, scratch_rows, columns = (5, 3, 5) if kind == "forward" else (6, 2, 7)
     windows = 2 * rows * width * jnp.dtype(dtype).itemsize
     scratch = 4 * (scratch_rows * width + columns * LANES)
     statistics = 4 * 4 * 2 * SUBLANES
     vectors = 4 * 2 * SUBLANES * 4 * width
-    return tokens * (windows + scratch + statistics) + vectors
+    scratch_tokens = LANES if kind == "forward" else tokens
+    return tokens * (windows + statistics) + scratch_tokens * scratch + vectors
 
 
 def choose_tiling(

@@ -20,44 +20,57 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def test_windows_are_counted_when_they_move_and_only_inside_their_arrays():
+def test_windows_are_counted_when_they_move_and_only_inside_their_arrays_in_whole_tiles():
     def copy(x, table, total):
         return pl.pallas_call(
             lambda *refs: None,
             grid=(2, 3),
             in_specs=[
-                pl.BlockSpec((4, 8), lambda i, j: (3 * i + j, 0)),  # 22 rows: the last has 2.
+                pl.BlockSpec((16, 200), lambda i, j: (3 * i + j, 0)),  # 92 rows: the last has 12.
                 pl.BlockSpec((5, 8), lambda i, j: (0, 0)),
-                pl.BlockSpec((None, 4, 8), lambda i, j: (i, 0, 0)),
+                pl.BlockSpec((None, 3, 300), lambda i, j: (i, 0, 0)),
             ],
-            out_specs=[pl.BlockSpec((None, 4, 8), lambda i, j: (i, 0, 0))],
-            out_shape=[jax.ShapeDtypeStruct((2, 4, 8), jnp.float32)],
+            out_specs=[pl.BlockSpec((None, 3, 300), lambda i, j: (i, 0, 0))],
+            out_shape=[jax.ShapeDtypeStruct((2, 3, 300), jnp.float32)],
             input_output_aliases={2: 0},
         )(x, table, total)
 
     arguments = tuple(
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in [
-            ((22, 8), jnp.bfloat16),
+            ((92, 200), jnp.bfloat16),
             ((5, 8), jnp.float32),
-            ((2, 4, 8), jnp.float32),
+            ((2, 3, 300), jnp.float32),
         ]
     )
     moved = launches.moved_bytes(launches.Program(copy, arguments, rows=2))
-    assert moved == (2 * 22 * 8 + 4 * 5 * 8 + 2 * (4 * 2 * 4 * 8), 6)
+    # Columns fill registers of 128; rows fill tiles of 8, or of 4 where there are 3.
+    assert moved == (2 * 96 * 256 + 4 * 8 * 128 + 2 * (4 * 2 * 4 * 384), 6)
 
 
 @pytest.mark.parametrize(
+    "rows, itemsize, sublanes",
+    [(1, 4, 1), (2, 4, 2), (3, 4, 4), (5, 4, 8), (36, 4, 8), (1, 2, 2), (3, 2, 4), (12, 2, 8)],
+)
+def test_tiles_of_memory_are_those_of_the_compiler(rows, itemsize, sublanes):
+    """As compiled programs name them: `f32[3,300]{1,0:T(4,128)}`, `bf16[1,300]{1,0:T(2,128)}`."""
+    assert launches.tile((rows, 300), itemsize) == (sublanes, 128)
+
+
+@pytest.mark.parametrize("d, columns", [(4096, 4096), (1168, 1280)])
+@pytest.mark.parametrize(
     "name, rows", list(zip(launches.KERNELS, [5, 5, 11, 8, 5, 6, 6, 10, 8], strict=True))
 )
-def test_kernels_move_the_least_rows_and_their_statistics(name, rows):
-    n, s, d, t = 3, 2, 4096, 1024
+def test_kernels_move_the_least_rows_and_their_statistics(name, rows, d, columns):
+    n, s, t = 3, 2, 1024
     program = launches.KERNELS[name](launches.Shape(n, s, d, t), UNKNOWN)
     assert program.rows == rows
     moved, _ = launches.moved_bytes(program)
-    least = rows * t * d * 2
+    least = rows * t * columns * 2
     # Queries, gains and their gradients are read and written once, in float32 or in parts of it.
-    assert least < moved <= least + 4 * t * (2 * s * n + 2 * n + 3 * s + 8) + 16 * 4 * 6 * d
+    # Statistics of 3 sources lie in 4 rows.
+    statistics = 4 * t * (2 * s * 4 + 2 * 4 + 3 * s + 8)
+    assert least < moved <= least + statistics + 16 * 4 * 6 * columns
 
 
 @pytest.mark.parametrize("chip", tpu_schedule.CHIPS.values())
@@ -148,8 +161,9 @@ def test_a_kernel_is_compiled_and_read_in_a_process_of_its_own():
     assert isinstance(error, KeyError)
     assert isinstance(row, dict)
     assert 0 < row["bundles"] and 0 < row["busy"] < 1
+    assert row["columns"] == 1280  # 1168 numbers, in registers of 128
     assert row["hbm_cycles"] == pytest.approx(
-        5 * row["tokens"] * 1168 * 2 * 1.75e9 / 1640e9, rel=0.02
+        5 * row["tokens"] * 1280 * 2 * 1.75e9 / 1640e9, rel=0.02
     )
     assert 1 <= row["bytes_over_minimum"] <= 1.02
     assert 0 < row["vmem_mib"] < 128

@@ -187,6 +187,7 @@ def run_and_assert(case, interpret):
         Case(3, 2, 40, 100, known=3),
         Case(4, 2, 32, 130, BF16, accumulate=True, known=3),
         Case(9, 1, 16, 100, BF16, known=4, unroll=2),
+        Case(3, 7, 32, 100, BF16, accumulate=True),  # halves of the weights as rows in the backward
     ],
     ids=str,
 )
@@ -201,6 +202,7 @@ def test_kernels_match_the_oracle_in_a_simulated_tpu(case):
         Case(2, 1, 300, 1168, tokens=256, columns=384),
         Case(2, 2, 300, 1168, BF16, tokens=256, columns=512),
         Case(2, 1, 256, 256, BF16, tokens=128, accumulate=True),
+        Case(2, 12, 130, 130, BF16, tokens=128),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import token_tiles
 from pallas_kernels.merge import mosaic_tpu
 from pallas_kernels.merge.tiling import Tiling, choose_tiling, tile_bytes
 from tests import oracles
@@ -41,6 +42,16 @@ def assert_near(actual, expected, name):
     assert error <= tolerance, f"{name}: {error}, tolerance {tolerance}"
 
 
+def test_parts_of_two_factors_multiply_to_the_float32_product():
+    x_t, y_d = (jnp.asarray(oracles.normal(i, 1, 128), jnp.float32) for i in range(2))
+    left = token_tiles.bfloat16_parts(x_t, token_tiles.LEFT)
+    right = token_tiles.bfloat16_parts(y_d, token_tiles.RIGHT)
+    assert left.dtype == right.dtype == jnp.bfloat16
+    product_td = oracles.float64(left).T @ oracles.float64(right)
+    expected_td = oracles.float64(x_t).T * oracles.float64(y_d)
+    np.testing.assert_allclose(product_td, expected_td, rtol=2**-23)
+
+
 @pytest.mark.parametrize("interpret", INTERPRETERS)
 @pytest.mark.parametrize(
     "t, d, dtype, sum_dtype, options",
@@ -49,6 +60,9 @@ def assert_near(actual, expected, name):
         (256, 400, jnp.bfloat16, jnp.bfloat16, {}),  # two tiles: one for each half of the sums
         (129, 144, jnp.bfloat16, jnp.bfloat16, {"with_norm": False}),
         (300, 144, jnp.bfloat16, jnp.float32, {"with_dgate": False, "tokens": 256}),
+        # From three registers of tokens on, each is added up while the one before is read.
+        (390, 144, jnp.bfloat16, jnp.bfloat16, {"tokens": 512}),
+        (384, 100, jnp.float32, jnp.float32, {"with_norm": False, "tokens": 384}),
         (7, 100, jnp.float16, jnp.float16, {"with_partial": False}),
         (1, 1, jnp.float32, jnp.float32, {"with_update": False, "norm_eps": 0.1}),
     ],

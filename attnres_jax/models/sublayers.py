@@ -1,10 +1,12 @@
 """Running consecutive sub-layers of stacked parameters, scanned in pairs."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 KINDS = ("attention", "feed_forward")
 """Sub-layer l of a model is `KINDS[l % 2]`."""
@@ -111,6 +113,13 @@ def gradients_together(tree: Any) -> Any:
     return tree
 
 
-@gradients_together.defjvp
+@partial(gradients_together.defjvp, symbolic_zeros=True)
 def _gradients_together_jvp(primals, tangents):
-    return primals[0], jax.lax.optimization_barrier(tangents[0])
+    # What is not differentiated has no cotangent to wait for.
+    leaves, treedef = jax.tree.flatten(tangents[0], is_leaf=_is_zero)
+    held = iter(jax.lax.optimization_barrier([x for x in leaves if not _is_zero(x)]))
+    return primals[0], treedef.unflatten([x if _is_zero(x) else next(held) for x in leaves])
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)

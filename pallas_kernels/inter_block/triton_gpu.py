@@ -95,7 +95,7 @@ def forward(
         logits.append(found["logits"])
         inverse_rms.append(found["inverse_rms"])
         if identity:
-            return values * num_reads, logits[0][:, 0], logits[0], inverse_rms[0]
+            return tuple(values) * num_reads, logits[0][:, 0], logits[0], inverse_rms[0]
         read = launch(
             kernels.outputs_kernel,
             name="inter_block_outputs",

@@ -91,11 +91,18 @@ def test_a_training_step_runs_the_kernels_and_stacks_nothing():
     ]
     kernels, xla = steps
     found = kernels["kernels"]
-    # Eight sub-layers in two blocks: phase 1 once a block and once for the final read, phase 2
-    # before every sub-layer but the first of each block.
+    # Eight sub-layers in two blocks: phase 1 once a block and once for the final read, where the
+    # outputs of the first block are its one source; phase 2 before every sub-layer but the first of
+    # a block.
     assert found["merge_forward"] == found["merge_backward"] == 6
-    of_phase_1 = {name: count for name, count in found.items() if name.startswith("inter_block")}
-    assert len(of_phase_1) == 4 and set(of_phase_1.values()) == {3}
+    assert {name: n for name, n in found.items() if name.startswith("inter_block")} == {
+        "inter_block_logits": 3,
+        "inter_block_outputs": 2,
+        "inter_block_scalars": 3,
+        "inter_block_gradients": 3,
+    }
+    # The peak is at the loss, where either way keeps as many rows.
+    assert kernels["temporary_mib"] <= 1.01 * xla["temporary_mib"]
     assert not xla["kernels"]
     assert not kernels["stacks"]
 

@@ -280,6 +280,7 @@ class TransformerLM(nnx.Module):
 
     def _apply(self, kind: str, layer: _Layer, normed_btd: jax.Array) -> jax.Array:
         graphdef = nnx.graphdef(getattr(self, kind))
+        # Converted first, so that the gradients held together are in the compute dtype too.
         kernels = jax.tree.map(lambda kernel: kernel.astype(normed_btd.dtype), layer.state)
         normed_btd, kernels = gradients_together((normed_btd, kernels))
         return nnx.merge(graphdef, kernels)(normed_btd)

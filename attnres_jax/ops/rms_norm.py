@@ -22,7 +22,7 @@ def inverse_rms(x: jax.Array, *, eps: float) -> jax.Array:
 def rms_norm(x: jax.Array, gain_d: jax.Array, *, eps: float) -> jax.Array:
     """Computes `x / sqrt(mean_d(x**2) + eps) * gain`.
 
-    The gradient keeps x and no float32 row.
+    The gradient keeps x as it is, and no float32 copy of it.
 
     Args:
         x: `[..., d]`, any floating dtype.

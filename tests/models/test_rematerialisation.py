@@ -150,3 +150,20 @@ def test_parameters_get_their_gradients_before_the_backward_pass_goes_on(residua
         kernels = [leaf.shape[1:] for leaf in jax.tree.leaves(params[kind])]
         cotangents = sorted([(*tokens().shape, config.width), *kernels])
         assert found.count(cotangents) == config.num_layers, kind
+
+
+def test_gradients_of_the_reads_alone_are_those_of_the_whole():
+    params, inputs = reference.random_params(BLOCK, query_scale=2.0), tokens()
+
+    def loss(reads):
+        return jnp.square(apply(BLOCK, params | {"reads": reads}, inputs)).sum()
+
+    def loss_of_all(params):
+        return jnp.square(apply(BLOCK, params, inputs)).sum()
+
+    found, expected = jax.grad(loss)(params["reads"]), jax.grad(loss_of_all)(params)["reads"]
+    for (name, got), (_, want) in zip(
+        reference.leaves(found), reference.leaves(expected), strict=True
+    ):
+        assert np.any(want)
+        assert oracles.relative_error(got, want) <= 1e-6, name

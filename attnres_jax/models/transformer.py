@@ -34,6 +34,7 @@ from attnres_jax.models.sublayers import (
 from attnres_jax.modules import Attention, AttentionResidual, FeedForward, ReadVectors, RMSNorm
 from attnres_jax.ops import FinishedSources, inter_block, merge, rms_norm
 from attnres_jax.ops.block import block_boundaries
+from attnres_jax.ops.sources import row_major
 
 
 class _Layer(NamedTuple):
@@ -225,7 +226,8 @@ class TransformerLM(nnx.Module):
                     return_gate=True,
                 )
             normed = add_probe(normed, read.probe, "received")
-            update = add_probe(self._apply(kind, layer, normed), read.probe, "output")
+            update = self._apply(kind, layer, normed, in_rows=sources.read_by_kernels)
+            update = add_probe(update, read.probe, "output")
             if not capture:
                 return (partial_sum, update), None
             state = read_state(read, gate, partial_sum)
@@ -278,11 +280,15 @@ class TransformerLM(nnx.Module):
                 captured += ones
         return hidden_btd, captured
 
-    def _apply(self, kind: str, layer: _Layer, normed_btd: jax.Array) -> jax.Array:
+    def _apply(
+        self, kind: str, layer: _Layer, normed_btd: jax.Array, *, in_rows: bool = False
+    ) -> jax.Array:
         graphdef = nnx.graphdef(getattr(self, kind))
         # Converted first, so that the gradients held together are in the compute dtype too.
         kernels = jax.tree.map(lambda kernel: kernel.astype(normed_btd.dtype), layer.state)
         normed_btd, kernels = gradients_together((normed_btd, kernels))
+        if in_rows:
+            normed_btd = row_major(normed_btd)
         return nnx.merge(graphdef, kernels)(normed_btd)
 
     def _split_into_blocks(

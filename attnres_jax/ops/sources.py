@@ -49,17 +49,28 @@ class FinishedSources(NamedTuple):
     values: tuple[jax.Array, ...]
     inverse_rms: jax.Array | None = None
 
+    @property
+    def read_by_kernels(self) -> bool:
+        """Whether kernels computed a read of these."""
+        return self.inverse_rms is not None
+
     def append(self, source: jax.Array) -> "FinishedSources":
         """Returns these with one more source `[..., d]`."""
-        if self.inverse_rms is not None:
-            # Kernels read these, and take rows of d. Left alone, a compiler that computes a source
-            # in another layout keeps it in both.
-            row_major = Layout(major_to_minor=tuple(range(source.ndim)))
-            source = with_layout_constraint(source, row_major)
+        if self.read_by_kernels:
+            source = row_major(source)
         return FinishedSources((*self.values, source), self.inverse_rms)
 
 
 Sources = Sequence[jax.Array] | Bank | FinishedSources
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Asks the compiler to keep `x` `[..., d]`, and its cotangent, as rows of d.
+
+    Kernels take and return rows. Left alone, a compiler that computes with their arrays in another
+    layout copies them, and keeps both.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def check_sources(

@@ -27,9 +27,10 @@ from tests.aot.compile_kernels import kernels_in
 from tests.pallas_kernels.described_gpu import h200_devices
 from train.step import initial_state, make_train_step
 
-B, T, D = 2, 384, 256
+B, T, D = 2, 384, 200
 """Sequences along each position of "data", tokens in them, and width; D occurs as nothing else, and
-no parameter has a multiple of B * T * D elements: the shape of an array says what it holds."""
+no parameter has a multiple of B * T * D elements: the shape of an array says what it holds. Not a
+multiple of 128, D is a width that the TPU compiler likes to lay along something else than lanes."""
 LAYERS, BLOCK_SIZE = 4, 4
 GPU_BATCH = 32
 
@@ -105,6 +106,12 @@ def stacks_in(hlo: str, tokens: int) -> list[str]:
     return stacked + joined
 
 
+def copies_in(hlo: str, tokens: int) -> list[str]:
+    """Activations that are copied, as when what computes and what reads lay them out unlike."""
+    shapes = re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", hlo)
+    return [x for x in shapes if activations(list(map(int, x.split(","))), tokens)]
+
+
 def gathers_in(hlo: str) -> list[str]:
     """What devices collect from each other, besides sums: shapes of arrays as wide as the model."""
     found = re.findall(r" = (.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)
@@ -171,6 +178,7 @@ def main(settings: dict) -> None:
             {
                 "kernels": triton_kernels_in(hlo) if settings.get("gpu") else kernels_in(hlo),
                 "stacks": stacks_in(hlo, tokens),
+                "copies": copies_in(hlo, tokens),
                 "gathered": gathers_in(hlo),
                 "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
             }

@@ -13,7 +13,7 @@ from attnres_jax.modules import AttentionResidualStack
 from tests import oracles
 from tests.models import reference
 from tests.models.programs import apply, cotangent, logits_and_gradients, tiny, tokens
-from tests.pallas_kernels.programs import count_launches
+from tests.pallas_kernels.programs import count_launches, equations
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -72,6 +72,22 @@ def test_the_gradient_is_computed_by_kernels(config, num_groups):
     # Without a name it is XLA on a CPU.
     for name in ("xla", None):
         assert not launches_of_gradient(on(config, name))
+
+
+@pytest.mark.parametrize("name, constraints", [("mosaic_tpu", 2 * (4 + 2)), ("xla", 0)])
+def test_through_kernels_sublayers_and_blocks_keep_rows_in_both_directions(name, constraints):
+    """Four sub-layers, whose inputs, and two blocks, whose sums; and the cotangents of those."""
+    config = tiny(num_layers=2, block_size=3, implementation=name)
+
+    def loss(params):
+        return jnp.square(apply(config, params, tokens())).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(reference.random_params(config))
+    found = [e for e in equations(jaxpr) if e.primitive.name == "layout_constraint"]
+    assert len(found) == constraints
+    for equation in found:
+        assert equation.outvars[0].aval.shape == (*tokens().shape, config.width)
+        assert equation.params["layout"].major_to_minor == (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["pallas", "TPU", "", True])

@@ -53,15 +53,18 @@ def backward_kernel(*refs, n, s, t, counted, centred, weighed, accumulate, stack
 
     def products(rows):
         """<do_s, v_n> for a group: rows (n, token), columns (s, token')."""
-        total = jnp.zeros((n * GROUP, s * GROUP), jnp.float32)
+        # The matrix unit holds the right factor and takes the rows of the left one: the fewer.
+        by_read = s < n
+        left, right = (doutput_refs, value_refs) if by_read else (value_refs, doutput_refs)
+        total = jnp.zeros((len(left) * GROUP, len(right) * GROUP), jnp.float32)
         for start in range(0, d, tiling.contracted):
             columns = pl.ds(start, min(tiling.contracted, d - start))
             total += dot(
-                jnp.concatenate([operand(ref[rows, columns]) for ref in value_refs]),
-                jnp.concatenate([operand(ref[rows, columns]) for ref in doutput_refs]),
+                jnp.concatenate([operand(ref[rows, columns]) for ref in left]),
+                jnp.concatenate([operand(ref[rows, columns]) for ref in right]),
                 transposed=True,
             )
-        return total
+        return total.T if by_read else total
 
     def mean_over_sources(p, a):
         # Off the diagonal p is zero, so this sums over the sources of one token.
@@ -149,24 +152,20 @@ def backward_kernel(*refs, n, s, t, counted, centred, weighed, accumulate, stack
         for_columns(d, tiling.contracted, add)
 
     def subtile(index, lanes):
-        def group_rows(group):
-            return pl.ds(pl.multiple_of(index * tokens + group * GROUP, GROUP), GROUP)
-
-        def step(group, carried):
-            product, matrix, shrink = carried
-            following = products(group_rows(group + 2))
-            built = matrices(group + 1, product)
-            mix(group_rows(group), matrix, shrink)
-            return following, *built
+        def step(turn, carry):
+            # Each is done for several groups before the next, so that none waits for its own.
+            members = [turn * tiling.unroll + k for k in range(tiling.unroll)]
+            starts = [index * tokens + group * GROUP for group in members]
+            rows = [pl.ds(pl.multiple_of(start, GROUP), GROUP) for start in starts]
+            multiplied = [products(x) for x in rows]
+            built = [matrices(*x) for x in zip(members, multiplied, strict=True)]
+            for x, (matrix, shrink) in zip(rows, built, strict=True):
+                mix(x, matrix, shrink)
+            return carry
 
         gather(lanes)
-        built = matrices(0, products(group_rows(0)))
-        product, *built = jax.lax.fori_loop(
-            0, groups - 2, step, (products(group_rows(1)), *built), unroll=tiling.unroll
-        )
-        last = matrices(groups - 1, product)
-        mix(group_rows(groups - 2), *built)
-        mix(group_rows(groups - 1), *last)
+        turns = groups // tiling.unroll
+        jax.lax.fori_loop(0, turns, step, 0, unroll=turns == 1)
         sum_over_tokens(pl.ds(pl.multiple_of(index * tokens, tokens), tokens))
 
     for_subtiles(t, tiling, [*value_refs, *doutput_refs], subtile)

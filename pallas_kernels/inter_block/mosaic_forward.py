@@ -1,5 +1,6 @@
 """What one grid step of the forward kernel of phase 1 does on a TPU."""
 
+import functools
 from typing import Any
 
 import jax
@@ -58,21 +59,29 @@ def forward_kernel(
             weights_ref[...] = jnp.zeros_like(weights_ref)
             squares_ref[...] = jnp.zeros_like(squares_ref)
 
+        # Rows of a bank that do not count are not touched, so each of them is multiplied alone.
+        together = 1 if counted else LANES // tokens
+
         def add(columns: pl.Slice):
-            for i in range(n):
+            for first in range(0, n, together):
+                several = range(first, min(first + together, n))
 
-                def add_source(i=i):
-                    x = value_refs[i][rows, columns]
-                    dots = dot(query_ref[:, columns], operand(x), transposed=True)
-                    dots = sum(dots[k : k + s] for k in range(0, dots.shape[0], s))
-                    old = 0.0 if in_one else weights_ref[i, :s, :tokens]
-                    weights_ref[i, :s, :tokens] = old + dots
-                    if i >= known:
-                        old = 0.0 if in_one else squares_ref[i - known]
-                        squares_ref[i - known] = old + lane_sums(jnp.square(to_float32(x)))
+                def add_sources(sources=several):
+                    values = [value_refs[i][rows, columns] for i in sources]
+                    x = jnp.concatenate([operand(value) for value in values])
+                    dots = dot(query_ref[:, columns], x, transposed=True)
+                    parts = range(0, dots.shape[0], s)
+                    dots = functools.reduce(jnp.add, [dots[k : k + s] for k in parts])
+                    for k, i in enumerate(sources):
+                        old = 0.0 if in_one else weights_ref[i, :s, :tokens]
+                        weights_ref[i, :s, :tokens] = old + dots[:, k * tokens : (k + 1) * tokens]
+                        if i >= known:
+                            old = 0.0 if in_one else squares_ref[i - known]
+                            squares = lane_sums(jnp.square(to_float32(values[k])))
+                            squares_ref[i - known] = old + squares
 
-                # A row past the count is not touched, but the first always counts.
-                pl.when(i < count_ref[0])(add_source) if counted and i else add_source()
+                # The first always counts.
+                pl.when(first < count_ref[0])(add_sources) if counted and first else add_sources()
 
         for_columns(d, tiling.contracted, add)
 

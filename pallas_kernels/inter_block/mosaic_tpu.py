@@ -10,7 +10,8 @@ between them are a matrix of diagonal 8 x 8 blocks:
 
 Float32 weights are sums of two bfloat16 numbers that lie side by side in the contracted dimension,
 so that the bfloat16 products of the unit lose nothing. What is one number per token, read and
-source has tokens along lanes. Matrices of the next group are built while this one's are multiplied.
+source has tokens along lanes. Several groups are scheduled together, so that one's products fill
+the time in which another waits for its scalars.
 """
 
 from functools import partial

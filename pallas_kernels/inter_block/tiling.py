@@ -35,13 +35,13 @@ class Limits:
     groups: int
 
 
-# By the width of the matrix unit. A wide one is sooner done with a group, and the backward's waits
-# for longer chains of scalars.
+# By the width of the matrix unit. A narrow one takes longer over a group of the forward, and what
+# more than 8 have in work would only spill.
 LIMITS = {
-    ("forward", 128): Limits(2304, 1152, numbers=100_000, groups=8),
-    ("forward", 256): Limits(2304, 1152, numbers=100_000, groups=16),
-    ("backward", 128): Limits(2304, 2304, numbers=70_000, groups=14),
-    ("backward", 256): Limits(1152, 1152, numbers=180_000, groups=14),
+    ("forward", 128): Limits(7168, 1152, numbers=460_000, groups=8),
+    ("forward", 256): Limits(7168, 1152, numbers=460_000, groups=16),
+    ("backward", 128): Limits(2304, 2304, numbers=460_000, groups=16),
+    ("backward", 256): Limits(1152, 1152, numbers=460_000, groups=16),
 }
 
 
@@ -78,9 +78,9 @@ class Tiling:
                     f"{name}: expected a multiple of 128 columns, got {getattr(self, name)}"
                 )
         groups = min(self.tokens, LANES) // GROUP
-        if not 1 <= self.unroll <= groups:
+        if self.unroll < 1 or groups % self.unroll:
             raise ValueError(
-                f"unroll: expected 1 to {groups}, the groups of 8 tokens, got {self.unroll}"
+                f"unroll: expected a divisor of {groups}, the groups of 8 tokens, got {self.unroll}"
             )
 
 
@@ -130,21 +130,19 @@ def choose(kind: Literal["forward", "backward"], shape: Shape, chip: Chip) -> Ti
             tokens=tokens,
             contracted=_contracted(shape.d, limits),
             finished=FINISHED,
-            unroll=_unroll(kind, tokens, shape, limits),
+            unroll=_unroll(tokens, shape, limits),
             vmem_bytes=int(chip.vmem_bytes * 0.95),
             matrix_width=chip.matrix_width,
         )
     return None
 
 
-def _unroll(kind: Literal["forward", "backward"], tokens: int, shape: Shape, limits: Limits) -> int:
+def _unroll(tokens: int, shape: Shape, limits: Limits) -> int:
     """Enough groups in flight to keep the matrix unit busy, and no more code than that."""
     groups = min(tokens, LANES) // GROUP
-    # The first group and the last one of the backward are outside of its loop.
-    turns = groups if kind == "forward" else max(groups - 2, 1)
     in_flight = 2 * limits.numbers // (shape.itemsize * shape.s * shape.d)
     most = max(min(in_flight, limits.groups), 1)
-    return max(k for k in range(1, turns + 1) if turns % k == 0 and k <= most)
+    return max(k for k in range(1, groups + 1) if groups % k == 0 and k <= most)
 
 
 def _contracted(d: int, limits: Limits) -> int:

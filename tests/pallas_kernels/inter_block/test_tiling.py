@@ -157,8 +157,9 @@ def test_windows_are_counted_as_the_kernels_hold_them(n, s, d, dtype, carried, t
         ({"finished": 64}, "finished: .* got 64"),
         ({"finished": -128}, "finished: .* got -128"),
         ({"unroll": 0}, "unroll: .* got 0"),
-        ({"unroll": 17}, "unroll: expected 1 to 16, the groups of 8 tokens, got 17"),
-        ({"tokens": 16, "unroll": 4}, "unroll: expected 1 to 2, the groups"),
+        ({"unroll": 17}, "unroll: expected a divisor of 16, the groups of 8 tokens, got 17"),
+        ({"unroll": 3}, "unroll: .* got 3"),
+        ({"tokens": 16, "unroll": 4}, "unroll: expected a divisor of 2, the groups"),
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ class Limits:
 LIMITS = {
     ("forward", 128): Limits(7168, 1152, numbers=460_000, groups=8),
     ("forward", 256): Limits(7168, 1152, numbers=460_000, groups=16),
-    ("backward", 128): Limits(2304, 2304, numbers=460_000, groups=16),
+    ("backward", 128): Limits(2304, 2304, numbers=230_000, groups=16),
     ("backward", 256): Limits(1152, 1152, numbers=460_000, groups=16),
 }
 

@@ -26,7 +26,7 @@ class Step:
     Attributes:
         bundles: Bundles that hold an instruction.
         stalls: Empty bundles, in which the core waits for a result that takes longer.
-        slots: Slots of these bundles that each kind of instruction takes.
+        slots: Slots that each kind of instruction takes, in these bundles and in stalls.
         capacity: Slots of one bundle that each kind may take.
     """
 
@@ -38,7 +38,9 @@ class Step:
     @property
     def busiest(self) -> tuple[str, float]:
         """The kind of instruction whose slots are fullest, and the share of them that it takes."""
-        shares = {k: n / (self.capacity[k] * self.bundles) for k, n in self.slots.items()}
+        # An instruction may take its slot for longer than its own bundle, through stalls.
+        cycles = self.bundles + self.stalls
+        shares = {k: n / (self.capacity[k] * cycles) for k, n in self.slots.items()}
         kind = max(shares, key=shares.__getitem__)
         return kind, shares[kind]
 

@@ -14,7 +14,7 @@ kernel is bound by memory, which is as fast as this operation can be. Nothing is
     hbm_cycles          in which a core's share of the bandwidth moves what a step reads and writes
     bundles_over_hbm    their ratio
     with_stalls         the same ratio, stalls included
-    busiest, busy       instructions that take most of their slots in these bundles, and how many
+    busiest, busy       instructions that take most of their slots, and how many, stalls included
     bytes_over_minimum  bytes moved, statistics included, over the rows that must move, as they lie
                         in memory
     vmem_mib            windows, scratch and spilled registers

@@ -67,7 +67,7 @@ def test_loops_are_multiplied_out_and_code_of_the_first_step_is_not_counted(tmp_
     # 4, 5, 9; 17 four times; 21, 22.
     assert schedule.step.stalls == 3 + 4 + 2
     assert schedule.step.slots == {"VALU": 4 * (1 + 2), "VLOAD": 1}
-    assert schedule.step.busiest == ("VALU", 12 / (4 * 35))
+    assert schedule.step.busiest == ("VALU", 12 / (4 * (35 + 9)))
     assert schedule.cores == 1
     assert schedule.vmem_bytes == 0x1200
 

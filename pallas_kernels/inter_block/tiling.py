@@ -54,7 +54,7 @@ class Tiling:
             multiple of 128.
         contracted: Columns that a product over d takes at a time, a multiple of 128.
         finished: Columns of the results that are computed at a time, a multiple of 128.
-        unroll: Groups of 8 tokens that are scheduled together.
+        unroll: Groups of 8 tokens that are scheduled together, a divisor of their number.
         vmem_bytes: What the kernel may use.
         matrix_width: Rows and columns of the chip's matrix unit.
     """

@@ -58,6 +58,28 @@ def for_each(tokens: int, size: int):
     return run
 
 
+def clear_padding(t: int, index: jax.Array, row_refs: list, scalar_refs: list) -> None:
+    """Zeroes what pads the last tile: it may be NaN, and sums over tokens must not see it.
+
+    Args:
+        t: Tokens of the whole array.
+        index: Of this tile, among those that cover them.
+        row_refs: Tiles of rows, `[tokens, d]`.
+        scalar_refs: Tiles with tokens along lanes, `[k, tokens]`.
+    """
+    tokens = row_refs[0].shape[0]
+    n_last = t % tokens
+    if not n_last:
+        return
+
+    @pl.when(index == t // tokens)
+    def _():
+        for ref in row_refs:
+            ref[n_last:, :] = jnp.zeros((tokens - n_last, ref.shape[1]), ref.dtype)
+        for ref in scalar_refs:
+            ref[:, n_last:] = jnp.zeros((ref.shape[0], tokens - n_last), ref.dtype)
+
+
 def groups_of(register, size: int) -> list:
     """Slices of so many of the 128 tokens of `register`: few enough for registers to hold."""
     return [pl.ds(register.start + first, size) for first in range(0, LANES, size)]

@@ -35,8 +35,8 @@ class Limits:
     groups: int
 
 
-# By the width of the matrix unit. A narrow one takes longer over a group of the forward, and what
-# more than 8 have in work would only spill.
+# By the width of the matrix unit. A narrow one takes longer over a group: more than 8 at D=2048 and
+# S=12 give it no more to do, but twice the code, and in the forward they spill.
 LIMITS = {
     ("forward", 128): Limits(7168, 1152, numbers=460_000, groups=8),
     ("forward", 256): Limits(7168, 1152, numbers=460_000, groups=16),

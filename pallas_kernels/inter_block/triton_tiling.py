@@ -101,7 +101,7 @@ def choose_tiling(num_sources: int, num_reads: int, dtype, *, compute_capability
     most_reads = min((most for most in launches if num_reads <= most), default=max(launches))
     launch = launches[most_reads]
     if jnp.dtype(dtype) == jnp.float32:
-        # Elements take twice the registers, and none must spill.
+        # Elements take twice the registers.
         changes = {
             "logits": {"tokens": launch["logits"].tokens // 2},
             "scalars": {"columns": launch["scalars"].columns // 2},

@@ -13,6 +13,7 @@ from pallas_kernels.token_tiles import (
     as_columns,
     as_row,
     bfloat16_parts,
+    clear_padding,
     dot_float32,
     for_each,
     groups_of,
@@ -56,16 +57,9 @@ def backward_kernel(
         if with_norm:
             dnorm_gain_ref[...] = jnp.zeros_like(dnorm_gain_ref)
 
-    n_last = t % tokens
-    if n_last:
-        # What pads the last tile may be NaN; the sums over tokens must not see it.
-        @pl.when(pl.program_id(0) * n_steps + pl.program_id(1) == t // tokens)
-        def _():
-            for ref in (output_ref, summed_ref, dhidden_ref):
-                ref[n_last:, :] = jnp.zeros((tokens - n_last, d), ref.dtype)
-            for ref in [statistics_ref, dgate_ref][: 1 + with_dgate]:
-                ref[:, n_last:] = jnp.zeros((ref.shape[0], tokens - n_last), ref.dtype)
-
+    index = pl.program_id(0) * n_steps + pl.program_id(1)
+    scalars = [statistics_ref, dgate_ref][: 1 + with_dgate]
+    clear_padding(t, index, [output_ref, summed_ref, dhidden_ref], scalars)
     lse, r, logit = [statistics_ref[k : k + 1, :] for k in (LSE, INVERSE_RMS, LOGIT)]
     gate, rest = jax.nn.sigmoid(logit - lse), jax.nn.sigmoid(lse - logit)
     read_r = statistics_ref[READ_INVERSE_RMS:, :] if with_norm else jnp.ones_like(r)

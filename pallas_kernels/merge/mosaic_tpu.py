@@ -31,11 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.merge.mosaic_backward import backward_kernel
 from pallas_kernels.merge.mosaic_forward import READ_INVERSE_RMS, forward_kernel
 from pallas_kernels.merge.tiling import LANES, SUBLANES, Tiling
-from pallas_kernels.token_tiles import (
-    RIGHT,
-    bfloat16_parts,
-    whole,
-)
+from pallas_kernels.token_tiles import RIGHT, bfloat16_parts, whole
 
 FORWARD_NAME = "attnres_merge_forward"
 BACKWARD_NAME = "attnres_merge_backward"

@@ -30,6 +30,7 @@ from pallas_kernels.token_tiles import (
     as_columns,
     as_row,
     bfloat16_parts,
+    clear_padding,
     dot_float32,
     for_each,
     groups_of,
@@ -361,16 +362,9 @@ def _backward_kernel(*refs, n, t, n_steps, accumulate, with_norm, with_dweights)
         if with_norm:
             dnorm_gain_ref[...] = jnp.zeros_like(dnorm_gain_ref)
 
-    n_last = t % tokens
-    if n_last:
-        # What pads the last tile may be NaN; the sums over tokens must not see it.
-        @pl.when(pl.program_id(0) * n_steps + pl.program_id(1) == t // tokens)
-        def _():
-            for ref in (*sources, dhidden_ref):
-                ref[n_last:, :] = jnp.zeros((tokens - n_last, d), ref.dtype)
-            for ref in [statistics_ref, dweights_ref][: 1 + with_dweights]:
-                ref[:, n_last:] = jnp.zeros((ref.shape[0], tokens - n_last), ref.dtype)
-
+    index = pl.program_id(0) * n_steps + pl.program_id(1)
+    scalars = [statistics_ref, dweights_ref][: 1 + with_dweights]
+    clear_padding(t, index, [*sources, dhidden_ref], scalars)
     logits = [statistics_ref[i : i + 1, :] for i in range(n + 1)]
     weights = _softmax(logits)
     read_r = statistics_ref[2 * (n + 1) :, :] if with_norm else jnp.ones_like(logits[0])

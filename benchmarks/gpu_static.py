@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -71,9 +71,20 @@ class Shape:
     n: int
     s: int
     d: int
+    dtype: str = "bfloat16"
+
+    def rows(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        """An array `[t, d]`."""
+        return _array(num_tokens, self.d, dtype=jnp.dtype(self.dtype))
 
 
-SHAPES = (Shape(9, 12, 2048), Shape(10, 6, 2304), Shape(9, 8, 7168), Shape(9, 4, 1168))
+SHAPES = (
+    Shape(9, 12, 2048),
+    Shape(10, 6, 2304),
+    Shape(9, 8, 7168),
+    Shape(8, 24, 7168),
+    Shape(9, 4, 1168),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +95,8 @@ class Settings:
     """Tokens of a launch."""
     capabilities: tuple[int, ...] = (80, 90, 100)
     """Compute capabilities, 90 for 9.0."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the rows."""
     processes: int = os.cpu_count() or 1
     """How many kernels are compiled at once."""
     json: bool = False
@@ -94,7 +107,7 @@ def main(settings: Settings) -> None:
     """Compiles and prints a row for each launch, then one for each pass with the bytes it moves."""
     print(STATIC, flush=True)
     cases = [
-        (name, shape, settings.num_tokens, capability)
+        (name, dataclasses.replace(shape, dtype=settings.dtype), settings.num_tokens, capability)
         for capability in settings.capabilities
         for shape in SHAPES
         for name in PASSES
@@ -129,7 +142,7 @@ def pass_rows(name: str, shape: Shape, num_tokens: int, capability: int) -> list
     where = {"compute_capability": capability / 10, "n": shape.n, "s": shape.s, "d": shape.d}
     rows = [where | compiled(launch, capability) for launch in launches]
     moved = sum(launch.bytes_moved for launch in launches)
-    minimum = minimum_rows * num_tokens * shape.d * 2
+    minimum = minimum_rows * _bytes(shape.rows(num_tokens))
     return [
         *rows,
         where
@@ -143,16 +156,13 @@ def pass_rows(name: str, shape: Shape, num_tokens: int, capability: int) -> list
     ]
 
 
-def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def _array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-_f32 = functools.partial(_array, dtype=jnp.float32)
-
-
 def _inter_block(shape, num_tokens):
-    values = (_array(num_tokens, shape.d),) * shape.n
-    return InterBlockCall("triton_gpu", 1e-6, None, False), values, _f32(shape.s, shape.d)
+    values = (shape.rows(num_tokens),) * shape.n
+    return InterBlockCall("triton_gpu", 1e-6, None, False), values, _array(shape.s, shape.d)
 
 
 def _inter_block_forward(shape, num_tokens):
@@ -164,13 +174,13 @@ def _inter_block_forward(shape, num_tokens):
 def _inter_block_backward(shape, num_tokens, accumulate=False):
     call, values, folded = _inter_block(shape, num_tokens)
     statistics = (
-        _f32(shape.s, num_tokens),
-        _f32(shape.s, shape.n, num_tokens),
-        _f32(shape.n, num_tokens),
-        _f32(shape.s, num_tokens),
+        _array(shape.s, num_tokens),
+        _array(shape.s, shape.n, num_tokens),
+        _array(shape.n, num_tokens),
+        _array(shape.s, num_tokens),
         None,
     )
-    doutputs = (_array(num_tokens, shape.d),) * shape.s
+    doutputs = (shape.rows(num_tokens),) * shape.s
     run = functools.partial(inter_block.run_backward, call)
     dvalues = values if accumulate else None
     rows = (3 if accumulate else 2) * shape.n + shape.s
@@ -179,7 +189,7 @@ def _inter_block_backward(shape, num_tokens, accumulate=False):
 
 def _merge(shape, num_tokens):
     call = MergeCall("triton_gpu", 1e-6, 1e-6, None, False)
-    return call, _array(num_tokens, shape.d), _f32(shape.d), _f32(num_tokens)
+    return call, shape.rows(num_tokens), _array(shape.d), _array(num_tokens)
 
 
 def _merge_forward(shape, num_tokens):
@@ -191,7 +201,7 @@ def _merge_forward(shape, num_tokens):
 def _merge_backward(shape, num_tokens):
     call, row, vector, scalars = _merge(shape, num_tokens)
     run = functools.partial(merge.run_backward, call)
-    statistics = _f32(4, num_tokens)
+    statistics = _array(4, num_tokens)
     return 6, run, (row, row, vector, vector, statistics, row, row, scalars)
 
 
@@ -204,7 +214,7 @@ def _single_phase_forward(shape, num_tokens):
 def _single_phase_backward(shape, num_tokens):
     call, row, vector, _ = _merge(shape, num_tokens)
     run = functools.partial(single_phase.run_backward, call)
-    values, statistics = (row,) * 2, _f32(7, num_tokens)
+    values, statistics = (row,) * 2, _array(7, num_tokens)
     arguments = (values, row, vector, vector, statistics, row, row, None, values)
     return 3 * 2 + 4, run, arguments
 
@@ -355,7 +365,8 @@ def _array_paths(argument):
 def activation_lines(ttir: str) -> set[tuple[str, int]]:
     """Source lines (file, number) that load or store arrays of the width.
 
-    Those are of 16-bit elements, or of 32-bit words that hold two; statistics are float32.
+    Those are of 16-bit elements, or of 32-bit words that hold two; statistics are float32. Nothing
+    is found where the rows are float32 too.
     """
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 

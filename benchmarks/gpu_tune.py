@@ -38,8 +38,8 @@ REPETITIONS = (3, 11)
 STEPS = {  # warps, tokens, columns, stages
     "logits": [(4, 64, 64, 3), (4, 64, 64, 4), (4, 64, 128, 3), (4, 128, 64, 3), (8, 128, 64, 4)],
     "outputs": [
-        (warps, tokens, columns, stages)
-        for warps, tokens, columns in [(1, 1, 128), (1, 1, 256), (2, 2, 128), (4, 4, 128)]
+        (*tile, stages)
+        for tile in [(1, 1, 128), (1, 1, 256), (2, 2, 128), (4, 4, 128), (4, 1, 256)]
         for stages in (1, 2, 3)
     ],
     "scalars": [
@@ -48,8 +48,8 @@ STEPS = {  # warps, tokens, columns, stages
         for stages in (2, 3, 4)
     ],
     "gradients": [
-        (warps, tokens, columns, stages)
-        for warps, tokens, columns in [(2, 2, 64), (4, 2, 128), (4, 4, 64), (8, 4, 128)]
+        (*tile, stages)
+        for tile in [(2, 2, 64), (4, 2, 64), (4, 2, 128), (4, 4, 64), (8, 4, 128)]
         for stages in (1, 2)
     ],
 }

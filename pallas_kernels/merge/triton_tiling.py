@@ -54,13 +54,14 @@ class Gpu:
         multiprocessors: Of the largest card of the capability.
         forward: (warps, most tiles a row) that leave no register spilled, in order of preference.
         backward: The same for the backward kernel.
-        single_phase_backward: The same for that of the single-phase read, which keeps more rows.
+        wide_backward: The same for that of the single-phase read, which keeps more rows, and for
+            float32 rows, which take more registers.
     """
 
     multiprocessors: int
     forward: tuple[tuple[int, int], ...] = ((4, 3), (8, 4), (16, 4), (16, 16))
     backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (16, 2), (16, 16))
-    single_phase_backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (8, 4), (16, 16))
+    wide_backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (8, 4), (16, 16))
 
 
 GPUS = {80: Gpu(108), 90: Gpu(132), 100: Gpu(148)}
@@ -88,8 +89,8 @@ def choose_tiling(
     dtype = jnp.dtype(dtype)
     gpu = launches_for(GPUS, dtype, compute_capability)
     launches = gpu.backward if backward else gpu.forward
-    if backward and single_phase:
-        launches = gpu.single_phase_backward
+    if backward and (single_phase or dtype.itemsize == 4):
+        launches = gpu.wide_backward
     num_warps, most_chunks, columns, chunks, fitting = 0, 0, {}, {}, []
     for num_warps, most_chunks in launches:
         # Eight columns of a tile are a thread's: loads of 16 bytes.

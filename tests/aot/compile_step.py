@@ -33,6 +33,7 @@ no parameter has a multiple of B * T * D elements: the shape of an array says wh
 multiple of 128, D is a width that the TPU compiler likes to lay along something else than lanes."""
 LAYERS, BLOCK_SIZE = 4, 4
 GPU_BATCH = 32
+"""Many tokens, so that activations are most of what a step keeps."""
 
 
 def tpu_mesh(shape: dict[str, int]) -> Mesh:
@@ -54,6 +55,7 @@ def compile_step(
     attention: str,
     batch_size: int = B,
     num_layers: int = LAYERS,
+    block_size: int = BLOCK_SIZE,
 ) -> jax.stages.Compiled:
     """AdamW on the loss of a model whose blocks are too short to scan anything."""
     config = ModelConfig(
@@ -62,7 +64,7 @@ def compile_step(
         num_layers=num_layers,
         num_heads=2,
         feed_forward_width=640,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         compute_dtype="bfloat16",
         attention=attention,
         implementation=implementation,
@@ -157,21 +159,20 @@ def stacking_read() -> jax.stages.Compiled:
 def main(settings: dict) -> None:
     if settings == {"stacking_read": True}:
         compiled, tokens = stacking_read(), B * T
-    elif settings.get("gpu"):
-        # Many tokens, so that activations are most of what it keeps.
-        tokens = GPU_BATCH * T
-        compiled = compile_step(gpu_mesh(), settings["implementation"], "none", "xla", GPU_BATCH)
     else:
-        shape = settings["mesh"]
+        gpu = settings.get("gpu", False)
+        mesh = gpu_mesh() if gpu else tpu_mesh(settings["mesh"])
+        batch_size = settings.get("batch_size", GPU_BATCH if gpu else B)
         compiled = compile_step(
-            tpu_mesh(shape),
+            mesh,
             settings["implementation"],
             settings.get("remat", "none"),
-            settings.get("attention", "splash"),
-            settings.get("batch_size", B),
+            settings.get("attention", "xla" if gpu else "splash"),
+            batch_size,
             settings.get("num_layers", LAYERS),
+            settings.get("block_size", BLOCK_SIZE),
         )
-        tokens = settings.get("batch_size", B) * T // shape.get("sequence", 1)
+        tokens = batch_size * T // mesh.shape.get("sequence", 1)
     hlo = compiled.as_text()
     print(
         json.dumps(

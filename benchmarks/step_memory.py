@@ -1,11 +1,11 @@
-"""A whole training step on a TPU, as its real compiler plans it: nothing is run or timed.
+"""A whole training step on a TPU or GPU, as its real compiler plans it: nothing is run or timed.
 
-    uv run --group aot python -m benchmarks.tpu_step [--json]
+    uv run --group aot python -m benchmarks.step_memory [--topology=h200:1 --batch-size=2] [--json]
 
 Compiles loss, gradients and AdamW of a model of the paper's scaling table for one described chip,
-with the standard residual and with Block Attention Residuals through XLA and through the Pallas
-kernels. Temporary memory and bytes accessed are the compiler's own figures; for a kernel it takes
-the bytes that the kernel declares. Compiling takes many minutes.
+with the standard residual and with Block Attention Residuals through XLA and through kernels.
+Temporary memory and, for TPUs, bytes accessed are the compiler's own figures; for a Pallas kernel
+it takes the bytes that the kernel declares. Compiling takes many minutes.
 """
 
 import dataclasses
@@ -13,10 +13,8 @@ import os
 import re
 from typing import Any, Literal
 
-# The TPU compiler runs on any machine, beside JAX on the CPU; it reads these when it is loaded.
+# A compiler runs on any machine, beside JAX on the CPU.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +22,15 @@ import numpy as np
 import optax
 import tyro
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from attnres_jax import TransformerLM, scaling_law_model
 from benchmarks.rows import print_rows
 from train.step import initial_state, make_train_step
+from train.topology import Topology, described_devices, parse_topology
 
-KERNEL = r'custom_call_target="tpu_custom_call".*attnres_'
+KERNEL = r'custom_call_target="(?:tpu_custom_call".*attnres_|triton_kernel_call_ffi")'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class Settings:
     """Shape of the compiled step."""
 
     topology: str = "v5p:2x2x1"
-    """A described TPU slice, of which one chip is used."""
+    """A described TPU slice, or GPUs such as h200:1, of which one chip is used."""
     model: Literal["194m", "241m", "296m", "436m", "528m"] = "436m"
     """Row of the paper's scaling table."""
     num_layers: int | None = None
@@ -54,20 +52,20 @@ class Settings:
     """Print one JSON line a row instead of a table."""
 
 
-def compile_step(settings: Settings, **fields: Any) -> Any:
+def compile_step(settings: Settings, topology: Topology, **fields: Any) -> Any:
     """Compiles the step of a model with these fields of `ModelConfig`."""
     layers = {} if settings.num_layers is None else {"num_layers": settings.num_layers}
     config = scaling_law_model(
         settings.model,
         vocab_size=32768,
         compute_dtype="bfloat16",
-        attention="splash",
+        attention="splash" if topology.is_tpu else "xla",
         remat=settings.remat,
         **layers,
         **fields,
     )
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=settings.topology)
-    mesh = Mesh(np.array(topology.devices[:1]), ("data",), axis_types=(AxisType.Auto,))
+    device = described_devices(topology)[0]
+    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
     model = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     optimizer, schedule = optax.adamw(1e-3), optax.constant_schedule(1e-3)
@@ -86,27 +84,33 @@ def compile_step(settings: Settings, **fields: Any) -> Any:
 
 def main(settings: Settings) -> None:
     """Compiles and prints one row for each kind of residual."""
+    topology = parse_topology(settings.topology)
     console = Console(stderr=True)
     rows: list[dict[str, Any]] = []
-    kinds = (("standard", "xla"), ("block", "xla"), ("block", "mosaic_tpu"))
+    kernels = "mosaic_tpu" if topology.is_tpu else "triton_gpu"
+    kinds = (("standard", "xla"), ("block", "xla"), ("block", kernels))
     for residual, implementation in kinds:
         with console.status(f"compiling {residual} through {implementation}"):
-            compiled = compile_step(settings, residual=residual, implementation=implementation)
-        hlo = compiled.as_text()
+            compiled = compile_step(
+                settings, topology, residual=residual, implementation=implementation
+            )
+        # XLA counts no bytes of a program for described GPUs.
+        accessed = (compiled.cost_analysis() or {}).get("bytes accessed")
         rows.append(
             {
                 "residual": residual,
                 "implementation": implementation,
                 "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
-                "accessed_gib": compiled.cost_analysis()["bytes accessed"] / 2**30,
-                "kernel_calls": len(re.findall(KERNEL, hlo)),
+                "accessed_gib": accessed and accessed / 2**30,
+                "kernel_calls": len(re.findall(KERNEL, compiled.as_text())),
             }
         )
     for row in rows:
         row["temporary_over_standard"] = row["temporary_mib"] / rows[0]["temporary_mib"]
-        row["accessed_over_standard"] = row["accessed_gib"] / rows[0]["accessed_gib"]
+        accessed = row["accessed_gib"]
+        row["accessed_over_standard"] = accessed and accessed / rows[0]["accessed_gib"]
     title = (
-        f"Training step of the {settings.model} model compiled for one chip of {settings.topology}:"
+        f"Training step of the {settings.model} model compiled for one chip of {topology.name}:"
         f" {settings.batch_size * settings.context} tokens, bfloat16, remat={settings.remat}"
     )
     print_rows(title, rows, as_json=settings.json)

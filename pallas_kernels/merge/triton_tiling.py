@@ -54,6 +54,8 @@ class Gpu:
         multiprocessors: Of the largest card of the capability.
         forward: (warps, most tiles a row) that leave no register spilled, in order of preference.
         backward: The same for the backward kernel.
+        backward_few_tokens: The same where its programs, each of which sums over many tokens, are
+            too few to share a multiprocessor: one alone needs many warps.
         wide_backward: The same for that of the single-phase read, which keeps more rows, and for
             float32 rows, which take more registers.
     """
@@ -61,6 +63,7 @@ class Gpu:
     multiprocessors: int
     forward: tuple[tuple[int, int], ...] = ((4, 3), (8, 4), (16, 4), (16, 16))
     backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (16, 2), (16, 16))
+    backward_few_tokens: tuple[tuple[int, int], ...] = ((16, 1), (16, 2), (16, 16))
     wide_backward: tuple[tuple[int, int], ...] = ((4, 2), (8, 2), (8, 4), (16, 16))
 
 
@@ -88,9 +91,12 @@ def choose_tiling(
     """
     dtype = jnp.dtype(dtype)
     gpu = launches_for(GPUS, dtype, compute_capability)
-    launches = gpu.backward if backward else gpu.forward
+    launches = gpu.forward
     if backward and (single_phase or dtype.itemsize == 4):
         launches = gpu.wide_backward
+    elif backward:
+        few = num_tokens < 2 * gpu.multiprocessors * LEAST_ROW_TOKENS
+        launches = gpu.backward_few_tokens if few else gpu.backward
     num_warps, most_chunks, columns, chunks, fitting = 0, 0, {}, {}, []
     for num_warps, most_chunks in launches:
         # Eight columns of a tile are a thread's: loads of 16 bytes.
@@ -118,5 +124,5 @@ def choose_tiling(
         packed=dtype.itemsize == 2 and width % 2 == 0,
         row_tokens=-(-share // tokens) * tokens,
         # Ten rows a stage in 160 KiB of shared memory, which the smallest has.
-        num_stages=3 if row_bytes <= 2**13 else 2 if row_bytes <= 2**14 else 1,
+        num_stages=3 if row_bytes <= 2**12 else 2 if row_bytes <= 2**14 else 1,
     )

@@ -198,6 +198,15 @@ def test_tiles_cover_the_width(t, d, capability, backward):
     assert tiling.row_tokens % tiling.tokens == 0
 
 
+@pytest.mark.parametrize("t", [8192, 2**17])
+@pytest.mark.parametrize("d", [512, 1168, 2048, 2304, 7168])
+def test_the_programs_of_few_tokens_and_of_many_keep_a_gpu_busy(d, t):
+    tiling = choose_tiling(t, d, BF16, compute_capability=90, backward=True)
+    programs = -(-t // tiling.row_tokens)
+    # Twelve or more warps for each multiprocessor.
+    assert programs * tiling.num_warps >= 12 * 132
+
+
 @pytest.mark.parametrize(
     "d, dtype, capability, message",
     [

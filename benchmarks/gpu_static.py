@@ -36,6 +36,7 @@ from pallas_kernels import gpus, triton_launch
 from pallas_kernels.inter_block import gpu_launch as inter_block
 from pallas_kernels.inter_block import triton_gpu as inter_block_kernels
 from pallas_kernels.inter_block.call import Call as InterBlockCall
+from pallas_kernels.inter_block.triton_tiling import GPUS
 from pallas_kernels.merge import gpu_launch as merge
 from pallas_kernels.merge import triton_gpu as merge_kernels
 from pallas_kernels.merge.call import Call as MergeCall
@@ -321,6 +322,7 @@ def compiled(launch: Launch, capability: int) -> dict:
         limits.programs,
     )
     widths = access_widths(listing, activation_lines(program.asm["ttir"]))
+    read_twice = launch.name == "inter_block_forward"
     return {
         "kernel": launch.name,
         "programs": math.prod(launch.grid),
@@ -330,7 +332,21 @@ def compiled(launch: Launch, capability: int) -> dict:
         "shared_bytes": shared,
         "occupancy": resident * threads / limits.threads,
         "access_bytes": "/".join(map(str, sorted(widths))) or "-",
+        "of_cache": share_of_cache(launch, resident, capability) if read_twice else None,
     }
+
+
+def share_of_cache(launch: Launch, resident: int, capability: int) -> float:
+    """What a kernel will read again, of the second-level cache that it hopes to find it in.
+
+    Counted are the sources of all programs that run at once, halved: on average a program has as
+    much before it as behind it.
+    """
+    gpu = GPUS.get(capability, GPUS[max(GPUS)])
+    tokens, n = launch.constants["TOKENS"], launch.constants["N"]
+    row = launch.arguments["values"][0]
+    sources = tokens * n * row.shape[-1] * row.dtype.itemsize
+    return gpu.multiprocessors * resident * sources / 2 / gpu.cache
 
 
 def source_of(launch: Launch) -> ASTSource:

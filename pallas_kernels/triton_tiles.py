@@ -16,15 +16,6 @@ NEVER = 2**30
 
 
 @triton.jit
-def pick(pointers, index, COUNT: tl.constexpr):
-    """`pointers[index]` for an index that is not static."""
-    chosen = pointers[0]
-    for i in tl.static_range(1, COUNT):
-        chosen = tl.where(index == i, pointers[i], chosen)
-    return chosen
-
-
-@triton.jit
 def load_tile(
     base, tokens, counts, chunk, D: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr
 ):

@@ -68,14 +68,12 @@ def step(**settings):
 
 def test_a_training_step_runs_the_kernels_and_stacks_nothing():
     found = step(implementation="triton_gpu")
-    # Eight sub-layers in two blocks: phase 1 once a block and once for the final read, where the
-    # outputs of the first block are its one source; phase 2 before every sub-layer but the first of
-    # a block.
+    # Eight sub-layers in two blocks: phase 1 once a block and once for the final read; phase 2
+    # before every sub-layer but the first of a block.
     kernels = found["kernels"]
     assert kernels["merge_forward"] == kernels["merge_backward"] == 6
     assert {name: n for name, n in kernels.items() if name.startswith("inter_block")} == {
-        "inter_block_logits": 3,
-        "inter_block_outputs": 2,
+        "inter_block_forward": 3,
         "inter_block_scalars": 3,
         "inter_block_gradients": 3,
     }
@@ -99,8 +97,9 @@ def test_a_block_needs_less_than_half_of_the_memory_that_xla_needs():
 def test_kernels_keep_their_rows_in_registers_and_load_them_16_bytes_at_a_time(dtype):
     rows = rows_from("-m", "benchmarks.gpu_static", "--json", f"--dtype={dtype}")
     kernels = [row for row in rows if "kernel" in row]
-    # Phase 1 has two each way, phase 2 and the single-phase read one, and sums of partial rows.
-    assert len({row["kernel"] for row in kernels}) == 9
+    # Phase 1 has one forward and two backward, phase 2 and the single-phase read one each way; and
+    # sums of partial rows.
+    assert len({row["kernel"] for row in kernels}) == 8
     # Five float32 rows of 7168, and the sums over them, are more than there are registers for.
     held = [row for row in kernels if dtype != "float32" or row["d"] < 7168]
     assert not [row for row in held if row["spills"]]
@@ -108,9 +107,11 @@ def test_kernels_keep_their_rows_in_registers_and_load_them_16_bytes_at_a_time(d
     assert wide == ({"-"} if dtype == "float32" else {"16"})
 
 
-def test_phase_2_and_the_single_phase_read_move_next_to_nothing_twice():
-    rows = rows_from("-m", "benchmarks.gpu_static", "--json", "--capabilities=90")
-    moved = {(row["pass"], row["d"]): row["over_minimum"] for row in rows if "pass" in row}
-    whole_rows = {case: ratio for case, ratio in moved.items() if "inter_block" not in case[0]}
-    assert len(whole_rows) == 4 * 4
-    assert max(whole_rows.values()) <= 1.02
+def test_all_but_phase_1_backward_moves_next_to_nothing_twice():
+    rows = rows_from("-m", "benchmarks.gpu_static", "--json")
+    moved = [row for row in rows if "pass" in row]
+    once = [row for row in moved if not row["pass"].startswith("inter_block_backward")]
+    assert len({row["pass"] for row in once}) == 5
+    assert max(row["over_minimum"] for row in once) <= 1.02
+    # What phase 1's one kernel forward reads again is in the cache.
+    assert max(row["of_cache"] for row in rows if row.get("of_cache")) <= 1

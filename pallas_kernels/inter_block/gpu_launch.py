@@ -25,10 +25,11 @@ def unsupported(values: Values, num_reads: int) -> str | None:
 
 def run_forward(call: Call, values, folded_sd, count, inverse_rms_nt):
     """Returns what `triton_gpu.forward` does."""
+    del inverse_rms_nt  # Computed beside the logits, for no more memory traffic.
 
     # Examples of a vmap are computed one after another: the kernels have no axis for them.
     @sequential_vmap
-    def run(values, folded_sd, count, inverse_rms_nt):
+    def run(values, folded_sd, count):
         from pallas_kernels.inter_block import triton_gpu
 
         return triton_gpu.forward(
@@ -36,11 +37,10 @@ def run_forward(call: Call, values, folded_sd, count, inverse_rms_nt):
             folded_sd,
             count=count,
             eps=call.eps,
-            inverse_rms_nt=inverse_rms_nt,
             tiling=call.tiling or _choose_tiling(values, folded_sd.shape[0]),
         )
 
-    return run(values, folded_sd, count, inverse_rms_nt)
+    return run(values, folded_sd, count)
 
 
 def needs_outputs(call: Call, values: Values, num_reads: int) -> bool:
@@ -80,5 +80,9 @@ def _choose_tiling(values: Values, num_reads: int) -> triton_tiling.Tiling:
     capability = gpus.compute_capability()
     assert capability is not None, "checked by unsupported"
     return triton_tiling.choose_tiling(
-        len(values), num_reads, values[0].dtype, compute_capability=capability
+        len(values),
+        num_reads,
+        values[0].shape[-1],
+        values[0].dtype,
+        compute_capability=capability,
     )

@@ -1,13 +1,14 @@
 """Phase 1 on NVIDIA GPUs: S reads of the finished sources in Triton kernels, and their gradient.
 
-All products run on the matrix units. Forward, one kernel computes the logits of all reads, a source
-of many tokens a program, and a second one their outputs, all reads of few tokens a program.
-Backward, one kernel finds every scalar of a token, in products of its sources and cotangents; a
-second one owns some columns of many tokens, and computes there the sources' gradients and one
-float32 row of the queries'; a last one adds these rows in a fixed order.
+All products run on the matrix units. Forward, a program finds the logits of a few tokens, all
+sources and reads in one product, and then reads their sources again for the outputs: the
+second-level cache holds what programs have in hand. Backward, one kernel finds every scalar of a
+token, in products of its sources and cotangents; a second one owns some columns of many tokens, and
+computes there the sources' gradients and one float32 row of the queries'; a last one adds these
+rows in a fixed order. So sources and cotangents are read twice.
 
-Each way the sources are read twice. One kernel that keeps them would have to multiply a token by
-all queries in its vector units, which takes longer than to read them again.
+A program that keeps a token's sources would have to multiply them by all queries in its vector
+units, which takes longer than to read them again.
 """
 
 import itertools
@@ -26,7 +27,6 @@ def forward(
     *,
     count: jax.Array | None = None,
     eps: float,
-    inverse_rms_nt: jax.Array | None = None,
     carry: tuple[tuple[jax.Array, ...], jax.Array] | None = None,
     tiling: Tiling,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:
@@ -40,7 +40,6 @@ def forward(
         folded_sd: float32 products of pseudo-query and key-norm gain, at most 24 of them.
         count: int32 scalar, how many rows of the bank are sources; the others are not fetched.
         eps: Added to the mean square of each source.
-        inverse_rms_nt: float32 statistics of the leading sources, where they are known.
         carry: Outputs and log-sum-exp of the same reads of other sources, to be joined.
         tiling: How the kernel is launched, see `triton_tiling`.
 
@@ -56,72 +55,48 @@ def forward(
     dtype, num_tokens = values[0].dtype, values[0].shape[0]
     if num_reads > MAX_READS:
         raise ValueError(f"triton_gpu: at most {MAX_READS} reads a launch, got {num_reads}")
-    known = 0 if inverse_rms_nt is None else inverse_rms_nt.shape[0]
     # One source weighs one: all there is to compute is its logit.
     identity = len(values) == 1 and count is None and carry is None
-    groups = _groups(len(values), tiling.sources_per_launch)
     outputs, lse, logits, inverse_rms = (), folded_sd, [], []
-    for start, stop in groups:
+    for start, stop in _groups(len(values), tiling.sources_per_launch):
         n = stop - start
+        statistics = {
+            "logits": ((num_reads, n, num_tokens), jnp.float32),
+            "inverse_rms": ((n, num_tokens), jnp.float32),
+        }
         output_dtype = dtype if stop == len(values) else jnp.float32
-        known_here = min(max(known - start, 0), n)
+        read = {
+            "lse": ((num_reads, num_tokens), jnp.float32),
+            **{f"o{s}": ((num_tokens, width), output_dtype) for s in range(num_reads)},
+        }
         found = launch(
-            kernels.logits_kernel,
-            name="inter_block_logits",
+            kernels.forward_kernel,
+            name="inter_block_forward",
             inputs={
                 "values": _of_launch(values, start, stop),
                 "count_ptr": count,
                 "folded": _parts(folded_sd, dtype),
-                "known_inverse_rms": inverse_rms_nt[start : start + known_here]
-                if inverse_rms_nt is not None and known_here
-                else None,
+                "carried_outputs": None if carry is None else carry[0],
+                "carried_lse": None if carry is None else carry[1],
                 "T": num_tokens,
                 "eps": eps,
             },
-            outputs={
-                "logits": ((num_reads, n, num_tokens), jnp.float32),
-                "inverse_rms": ((n, num_tokens), jnp.float32),
-            },
+            outputs=statistics if identity else statistics | read,
+            unused=[*(read if identity else ()), *(f"o{s}" for s in range(num_reads, MAX_READS))],
             constants={
                 **_constants(n, num_reads, width, count, start),
-                "S_PAD": _padded(n, num_reads)["S_PAD"],
-                "KNOWN": known_here,
-                **_step(tiling.logits),
+                **_padded(n, num_reads),
+                **_step(tiling.forward),
             },
-            grid=(cdiv(num_tokens, tiling.logits.tokens), n),
-            num_warps=tiling.logits.num_warps,
+            grid=(cdiv(num_tokens, tiling.forward.tokens),),
+            num_warps=tiling.forward.num_warps,
             compute_capability=tiling.compute_capability,
         )
         logits.append(found["logits"])
         inverse_rms.append(found["inverse_rms"])
         if identity:
             return tuple(values) * num_reads, logits[0][:, 0], logits[0], inverse_rms[0]
-        read = launch(
-            kernels.outputs_kernel,
-            name="inter_block_outputs",
-            inputs={
-                "values": _of_launch(values, start, stop),
-                "count_ptr": count,
-                "logits": found["logits"],
-                "carried_outputs": None if carry is None else carry[0],
-                "carried_lse": None if carry is None else carry[1],
-                "T": num_tokens,
-            },
-            outputs={
-                "lse": ((num_reads, num_tokens), jnp.float32),
-                **{f"o{s}": ((num_tokens, width), output_dtype) for s in range(num_reads)},
-            },
-            unused=[f"o{s}" for s in range(num_reads, MAX_READS)],
-            constants={
-                **_constants(n, num_reads, width, count, start),
-                **_padded(n, num_reads),
-                **_step(tiling.outputs),
-            },
-            grid=(cdiv(num_tokens, tiling.outputs.tokens),),
-            num_warps=tiling.outputs.num_warps,
-            compute_capability=tiling.compute_capability,
-        )
-        outputs, lse = tuple(read[f"o{s}"] for s in range(num_reads)), read["lse"]
+        outputs, lse = tuple(found[f"o{s}"] for s in range(num_reads)), found["lse"]
         carry = outputs, lse
     return outputs, lse, _join(logits, axis=1), _join(inverse_rms, axis=0)
 

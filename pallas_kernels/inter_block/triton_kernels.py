@@ -10,7 +10,7 @@ the last ones out.
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_tiles import in_thread_sum, pick
+from pallas_kernels.triton_tiles import in_thread_sum
 
 
 @triton.jit
@@ -83,81 +83,16 @@ def _exact_dot(a, b, total):
 
 
 @triton.jit
-def logits_kernel(
+def forward_kernel(
     values,
     count_ptr,
     folded,
-    known_inverse_rms,
+    carried_outputs,
+    carried_lse,
     T,
     eps,
     logits,
     inverse_rms,
-    N: tl.constexpr,
-    S: tl.constexpr,
-    D: tl.constexpr,
-    S_PAD: tl.constexpr,
-    KNOWN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BANK: tl.constexpr,
-    FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Logits of all reads of one source, and its inverse RMS."""
-    T = tl.cast(T, tl.int64)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    in_range = tokens < T
-    n = tl.program_id(1)
-    s_axis = tl.arange(0, S_PAD)
-    counts = in_range
-    if BANK:
-        source = values[0] + (FIRST + n) * T * D
-        counts = tokens < tl.where(FIRST + n < tl.load(count_ptr), T, 0)
-    else:
-        source = pick(values, n, N)
-    products = tl.zeros((TOKENS, S_PAD), tl.float32)
-    squares = tl.zeros((TOKENS, COLUMNS // 8), tl.float32)
-    for chunk in tl.range(0, tl.cdiv(D, COLUMNS), num_stages=STAGES):
-        column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-        mask = counts[:, None] & (column < D)[None, :]
-        v = tl.load(source + tokens[:, None] * D + column[None, :], mask=mask, other=0.0)
-        w_offsets = s_axis[:, None] * D + column[None, :]
-        w_mask = (s_axis < S)[:, None] & (column < D)[None, :]
-        w = tl.trans(tl.load(folded[0] + w_offsets, mask=w_mask, other=0.0))
-        if len(folded) == 2:
-            w_low = tl.trans(tl.load(folded[1] + w_offsets, mask=w_mask, other=0.0))
-            products = tl.dot(v, w_low, tl.dot(v, w, products))
-        elif v.dtype == tl.float16:
-            high = _leading_tf32(w)
-            x = v.to(tl.float32)
-            products = tl.dot(x, high, products, input_precision="tf32")
-            products = tl.dot(x, w - high, products, input_precision="tf32")
-        else:
-            products = tl.dot(v, w, products, input_precision="tf32x3")
-        if KNOWN < N:
-            x = v.to(tl.float32)
-            squares += in_thread_sum(x * x, COLUMNS // 8)
-    r = tl.rsqrt(tl.sum(squares, 1) / D + eps)
-    if KNOWN > 0:
-        given = tokens < tl.where(n < KNOWN, T, 0)
-        known = tl.load(known_inverse_rms + n * T + tokens, mask=given, other=0.0)
-        r = tl.where(n < KNOWN, known, r)
-    tl.store(inverse_rms + n * T + tokens, r, mask=in_range)
-    logit = products * r[:, None]
-    if BANK:
-        logit = tl.where(counts[:, None], logit, float("-inf"))
-    offsets = (s_axis[None, :] * N + n) * T + tokens[:, None]
-    tl.store(logits + offsets, logit, mask=in_range[:, None] & (s_axis < S)[None, :])
-
-
-@triton.jit
-def outputs_kernel(
-    values,
-    count_ptr,
-    logits,
-    carried_outputs,
-    carried_lse,
-    T,
     lse,
     o0,
     o1,
@@ -194,7 +129,7 @@ def outputs_kernel(
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Outputs of all reads of some tokens, and log-sum-exp with what was carried."""
+    """Logits and inverse RMS of some tokens, and then, unless lse is None, their outputs."""
     # fmt: off
     outputs = (o0, o1, o2, o3, o4, o5, o6, o7, o8, o9, o10, o11,
                o12, o13, o14, o15, o16, o17, o18, o19, o20, o21, o22, o23)
@@ -209,26 +144,10 @@ def outputs_kernel(
         count = tl.load(count_ptr)
     counts = n_axis < tl.minimum(count - FIRST, N)
     sources = _sources(values, T, N, N_PAD, D, BANK, FIRST)
-    targets = _pointers(outputs, S, S_PAD)
 
-    s_offsets = s_axis[None, :] * T + tokens[:, None]
-    s_mask = in_range[:, None] & (s_axis < S)[None, :]
-    offsets = (s_axis[None, :, None] * N + n_axis[None, None, :]) * T + tokens[:, None, None]
-    n_mask = s_mask[:, :, None] & counts[None, None, :]
-    logit = tl.load(logits + offsets, mask=n_mask, other=float("-inf"))
-    # A launch may have no source that counts; then the one before has some.
-    heaviest = tl.maximum(tl.max(logit, 2), -1e38)
-    total = tl.sum(tl.exp(logit - heaviest[:, :, None]), 2)
-    log_sum = heaviest + tl.log(tl.maximum(total, 1e-37))
-    if carried_lse is not None:
-        before = tl.load(carried_lse + s_offsets, mask=s_mask, other=0.0)
-        larger = tl.maximum(before, log_sum)
-        log_sum = larger + tl.log(tl.exp(before - larger) + tl.exp(log_sum - larger))
-        kept = tl.exp(before - log_sum)
-        before_outputs = _pointers(carried_outputs, S, S_PAD)
-    tl.store(lse + s_offsets, log_sum, mask=s_mask)
-    p = tl.exp(logit - log_sum[:, :, None])
-
+    # Rows of a product are all sources of all tokens.
+    products = tl.zeros((TOKENS * N_PAD, S_PAD), tl.float32)
+    squares = tl.zeros((TOKENS * N_PAD, COLUMNS // 8), tl.float32)
     for chunk in tl.range(0, tl.cdiv(D, COLUMNS), num_stages=STAGES):
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)
         v = tl.load(
@@ -236,14 +155,62 @@ def outputs_kernel(
             mask=_mask(counts, in_range, column, D),
             other=0.0,
         )
-        o = _exact_dot(p, v, tl.zeros((TOKENS, S_PAD, COLUMNS), tl.float32))
-        mask = _mask(s_axis < S, in_range, column, D)
-        if carried_outputs is not None:
-            addresses = _addresses(before_outputs, tokens, column, D)
-            o += kept[:, :, None] * tl.load(addresses, mask=mask, other=0.0)
-        tl.store(
-            _addresses(targets, tokens, column, D), o.to(outputs[0].dtype.element_ty), mask=mask
-        )
+        v = tl.reshape(v, (TOKENS * N_PAD, COLUMNS))
+        w_offsets = s_axis[:, None] * D + column[None, :]
+        w_mask = (s_axis < S)[:, None] & (column < D)[None, :]
+        w = tl.trans(tl.load(folded[0] + w_offsets, mask=w_mask, other=0.0))
+        if len(folded) == 2:
+            w_low = tl.trans(tl.load(folded[1] + w_offsets, mask=w_mask, other=0.0))
+            products = tl.dot(v, w_low, tl.dot(v, w, products))
+        elif v.dtype == tl.float16:
+            high = _leading_tf32(w)
+            x = v.to(tl.float32)
+            products = tl.dot(x, high, products, input_precision="tf32")
+            products = tl.dot(x, w - high, products, input_precision="tf32")
+        else:
+            products = tl.dot(v, w, products, input_precision="tf32x3")
+        x = v.to(tl.float32)
+        squares += in_thread_sum(x * x, COLUMNS // 8)
+    r = tl.rsqrt(tl.sum(squares, 1) / D + eps)
+    exists = in_range[:, None] & (n_axis < N)[None, :]
+    n_offsets = n_axis[None, :] * T + tokens[:, None]
+    tl.store(inverse_rms + n_offsets, tl.reshape(r, (TOKENS, N_PAD)), mask=exists)
+    logit = tl.reshape(products * r[:, None], (TOKENS, N_PAD, S_PAD))
+    logit = tl.where(counts[None, :, None], logit, float("-inf"))
+    logit = tl.trans(logit, (0, 2, 1))
+    s_offsets = s_axis[None, :] * T + tokens[:, None]
+    s_mask = in_range[:, None] & (s_axis < S)[None, :]
+    offsets = (s_axis[None, :, None] * N + n_axis[None, None, :]) * T + tokens[:, None, None]
+    tl.store(logits + offsets, logit, mask=s_mask[:, :, None] & (n_axis < N)[None, None, :])
+
+    if lse is not None:
+        # A launch may have no source that counts; then the one before has some.
+        heaviest = tl.maximum(tl.max(logit, 2), -1e38)
+        total = tl.sum(tl.exp(logit - heaviest[:, :, None]), 2)
+        log_sum = heaviest + tl.log(tl.maximum(total, 1e-37))
+        if carried_lse is not None:
+            before = tl.load(carried_lse + s_offsets, mask=s_mask, other=0.0)
+            larger = tl.maximum(before, log_sum)
+            log_sum = larger + tl.log(tl.exp(before - larger) + tl.exp(log_sum - larger))
+            kept = tl.exp(before - log_sum)
+            before_outputs = _pointers(carried_outputs, S, S_PAD)
+        tl.store(lse + s_offsets, log_sum, mask=s_mask)
+        p = tl.exp(logit - log_sum[:, :, None])
+        targets = _pointers(outputs, S, S_PAD)
+        for chunk in tl.range(0, tl.cdiv(D, COLUMNS), num_stages=STAGES):
+            column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+            v = tl.load(
+                _addresses(sources, tokens, column, D),
+                mask=_mask(counts, in_range, column, D),
+                other=0.0,
+            )
+            o = _exact_dot(p, v, tl.zeros((TOKENS, S_PAD, COLUMNS), tl.float32))
+            mask = _mask(s_axis < S, in_range, column, D)
+            if carried_outputs is not None:
+                addresses = _addresses(before_outputs, tokens, column, D)
+                o += kept[:, :, None] * tl.load(addresses, mask=mask, other=0.0)
+            o = o.to(outputs[0].dtype.element_ty)
+            tl.store(_addresses(targets, tokens, column, D), o, mask=mask)
 
 
 @triton.jit

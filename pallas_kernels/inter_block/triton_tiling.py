@@ -1,4 +1,4 @@
-"""How phase 1 is launched on NVIDIA GPUs: data by compute capability, as measured on an H200."""
+"""How phase 1 is launched on NVIDIA GPUs: data by compute capability."""
 
 import dataclasses
 from typing import Any
@@ -45,8 +45,7 @@ class Tiling:
     Attributes:
         compute_capability: Of the GPU that the kernels are compiled for: 80, 90, 100, ...
         sources_per_launch: Sources that a launch reads; more take several launches.
-        logits: The forward pass's first kernel.
-        outputs: Its second kernel.
+        forward: The forward pass's kernel.
         scalars: The backward pass's first kernel.
         gradients: Its second kernel.
         row_tokens: Tokens whose contributions to a query's gradient are summed into one row.
@@ -54,8 +53,7 @@ class Tiling:
 
     compute_capability: int
     sources_per_launch: int
-    logits: Step
-    outputs: Step
+    forward: Step
     scalars: Step
     gradients: Step
     row_tokens: int
@@ -73,17 +71,30 @@ class Tiling:
             )
 
 
-# The fastest of some tens on an H200, in bfloat16. For many reads, outputs and gradients have more
-# warps than that: the fastest spilled registers.
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The largest card of a compute capability.
+
+    Attributes:
+        multiprocessors: How many it has.
+        cache: Bytes of the second-level cache that they share.
+    """
+
+    multiprocessors: int
+    cache: int
+
+
+GPUS = {80: Gpu(108, 40 * 2**20), 90: Gpu(132, 50 * 2**20), 100: Gpu(148, 126 * 2**20)}
+
+# Backward, the fastest of some tens on an H200, in bfloat16; for many reads, gradients have more
+# warps than that, as the fastest spilled registers. Forward, what spills none.
 _FEW_READS = {
-    "logits": Step(num_warps=4, tokens=128, columns=64, num_stages=3),
-    "outputs": Step(num_warps=2, tokens=2, columns=128, num_stages=3),
+    "forward": Step(num_warps=8, tokens=4, columns=128, num_stages=3),
     "scalars": Step(num_warps=1, tokens=1, columns=128, num_stages=3),
     "gradients": Step(num_warps=4, tokens=2, columns=128, num_stages=2),
     "row_tokens": 128,
 }
 _MANY_READS = _FEW_READS | {
-    "outputs": Step(num_warps=4, tokens=1, columns=256, num_stages=3),
     "gradients": Step(num_warps=4, tokens=2, columns=64, num_stages=2),
     "row_tokens": 256,
 }
@@ -92,26 +103,37 @@ LAUNCHES: dict[int, dict[int, dict[str, Any]]] = {80: _BOTH, 90: _BOTH, 100: _BO
 """By compute capability and the most reads that they are for."""
 
 
-def choose_tiling(num_sources: int, num_reads: int, dtype, *, compute_capability: int) -> Tiling:
-    """Returns the launches for so many reads of n sources of a dtype.
+def choose_tiling(
+    num_sources: int, num_reads: int, width: int, dtype, *, compute_capability: int
+) -> Tiling:
+    """Returns the launches for so many reads of n sources `[t, width]` of a dtype.
 
     Raises:
         ValueError: A GPU older than 8.0, or an unsupported dtype.
     """
+    dtype = jnp.dtype(dtype)
     launches = launches_for(LAUNCHES, dtype, compute_capability)
     most_reads = min((most for most in launches if num_reads <= most), default=max(launches))
     launch = launches[most_reads]
-    # Products of float32 take twice the registers; float16 logits are such, too.
+    num_launches = -(-num_sources // MAX_SOURCES)
+    sources_per_launch = -(-num_sources // num_launches)
+
     changes: dict[str, dict[str, int]] = {}
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        changes["logits"] = {"tokens": launch["logits"].tokens // 2}
-    if jnp.dtype(dtype) == jnp.float32:
+    gpu = launches_for(GPUS, dtype, compute_capability)
+    # Two programs share a multiprocessor, and have half of their sources still to read again.
+    in_hand = gpu.multiprocessors * launch["forward"].tokens
+    in_hand *= sources_per_launch * width * dtype.itemsize
+    if in_hand > gpu.cache:
+        changes["forward"] = {"tokens": 2}
+    if dtype != jnp.bfloat16:
+        # Products of float32 take twice the registers, and float16 is multiplied as such.
+        changes["forward"] = {"tokens": 2, "columns": 64, "num_stages": 2}
+    if dtype == jnp.float32:
         changes["scalars"] = {"columns": launch["scalars"].columns // 2}
         changes["gradients"] = {"columns": 32}
     launch = launch | {k: dataclasses.replace(launch[k], **v) for k, v in changes.items()}
-    num_launches = -(-num_sources // MAX_SOURCES)
     return Tiling(
         compute_capability=compute_capability,
-        sources_per_launch=-(-num_sources // num_launches),
+        sources_per_launch=sources_per_launch,
         **launch,
     )

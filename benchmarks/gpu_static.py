@@ -33,6 +33,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.rows import print_rows
 from pallas_kernels import gpus, triton_launch
+from pallas_kernels.gpus import launches_for
 from pallas_kernels.inter_block import gpu_launch as inter_block
 from pallas_kernels.inter_block import triton_gpu as inter_block_kernels
 from pallas_kernels.inter_block.call import Call as InterBlockCall
@@ -322,7 +323,7 @@ def compiled(launch: Launch, capability: int) -> dict:
         limits.programs,
     )
     widths = access_widths(listing, activation_lines(program.asm["ttir"]))
-    read_twice = launch.name == "inter_block_forward"
+    read_twice = launch.name in ("inter_block_forward", "inter_block_backward")
     return {
         "kernel": launch.name,
         "programs": math.prod(launch.grid),
@@ -339,14 +340,14 @@ def compiled(launch: Launch, capability: int) -> dict:
 def share_of_cache(launch: Launch, resident: int, capability: int) -> float:
     """What a kernel will read again, of the second-level cache that it hopes to find it in.
 
-    Counted are the sources of all programs that run at once, halved: on average a program has as
-    much before it as behind it.
+    Counted are the rows of all programs that run at once, halved: on average a program has read
+    half of them and not yet read them again.
     """
-    gpu = GPUS.get(capability, GPUS[max(GPUS)])
-    tokens, n = launch.constants["TOKENS"], launch.constants["N"]
-    row = launch.arguments["values"][0]
-    sources = tokens * n * row.shape[-1] * row.dtype.itemsize
-    return gpu.multiprocessors * resident * sources / 2 / gpu.cache
+    gpu = launches_for(GPUS, jnp.bfloat16, capability)
+    rows = [*launch.arguments["values"], *launch.arguments.get("doutputs", ())]
+    of_a_token = sum(row.shape[-1] * row.dtype.itemsize for row in rows)
+    programs = gpu.multiprocessors * resident
+    return programs * launch.constants["TOKENS"] * of_a_token / 2 / gpu.cache
 
 
 def source_of(launch: Launch) -> ASTSource:

@@ -36,21 +36,20 @@ from pallas_kernels.merge.triton_tiling import choose_tiling as choose_phase_2
 EPS = 1e-6
 REPETITIONS = (3, 11)
 STEPS = {  # warps, tokens, columns, stages
-    "logits": [(4, 64, 64, 3), (4, 64, 64, 4), (4, 64, 128, 3), (4, 128, 64, 3), (8, 128, 64, 4)],
-    "outputs": [
+    "forward": [
         (*tile, stages)
-        for tile in [(1, 1, 128), (1, 1, 256), (2, 2, 128), (4, 4, 128), (4, 1, 256)]
-        for stages in (1, 2, 3)
+        for tile in [(4, 2, 64), (4, 4, 64), (8, 2, 128), (8, 4, 64), (8, 4, 128)]
+        for stages in (2, 3)
     ],
-    "scalars": [
-        (warps, tokens, 128, stages)
-        for warps, tokens in [(1, 1), (2, 2), (4, 4)]
-        for stages in (2, 3, 4)
-    ],
-    "gradients": [
+    "backward": [
         (*tile, stages)
-        for tile in [(2, 2, 64), (4, 2, 64), (4, 2, 128), (4, 4, 64), (8, 4, 128)]
-        for stages in (1, 2)
+        for tile in [(4, 1, 64), (4, 1, 128), (4, 2, 64), (8, 2, 64), (8, 2, 128), (16, 1, 256)]
+        for stages in (2, 3)
+    ],
+    "query_gradients": [
+        (*tile, stages)
+        for tile in [(4, 2, 64), (4, 2, 128), (4, 4, 64), (4, 4, 128)]
+        for stages in (2, 3)
     ],
 }
 ROW_TOKENS = (128, 256)
@@ -167,7 +166,7 @@ def candidates(settings: Settings, values, cotangents) -> list[Candidate]:
     assert capability is not None
     query_sd = jax.random.normal(jax.random.key(1), (s, d)) / d**0.5
     gain_d = jnp.ones(d)
-    base = choose_phase_1(n, s, jnp.bfloat16, compute_capability=capability)
+    base = choose_phase_1(n, s, d, jnp.bfloat16, compute_capability=capability)
 
     def forward(values, tiling):
         return phase_1.forward(values, query_sd, eps=EPS, tiling=tiling)
@@ -181,21 +180,23 @@ def candidates(settings: Settings, values, cotangents) -> list[Candidate]:
             tiling=tiling,
         )
 
-    scalars = jax.jit(only("inter_block_scalars", partial(backward, tiling=base)))(
-        values, cotangents
-    )
+    before = {
+        "inter_block_backward": jax.jit(
+            only("inter_block_backward", partial(backward, tiling=base))
+        )(values, cotangents)
+    }
     found = []
-    of_kernel = {"logits": n, "outputs": n + s, "scalars": n + s, "gradients": 2 * n + s}
+    of_kernel = {"forward": n + s, "backward": 2 * n + s, "query_gradients": n}
     for kernel, rows in of_kernel.items():
         for step in STEPS[kernel]:
-            for row_tokens in ROW_TOKENS if kernel == "gradients" else (base.row_tokens,):
+            for row_tokens in ROW_TOKENS if kernel == "query_gradients" else (base.row_tokens,):
                 changes: dict[str, Any] = {kernel: Step(*step), "row_tokens": row_tokens}
                 tiling = dataclasses.replace(base, **changes)
                 name = f"inter_block_{kernel}"
-                if kernel in ("logits", "outputs"):
+                if kernel == "forward":
                     function = only(name, lambda v, _, tiling=tiling: forward(v, tiling))
                 else:
-                    given = {"inter_block_scalars": scalars} if kernel == "gradients" else None
+                    given = before if kernel == "query_gradients" else None
                     function = only(name, lambda v, c, t=tiling: backward(v, c, t), given)
                 label = f"{Step(*step)}, row_tokens={row_tokens}"
                 found.append(Candidate(name, label, rows, function))

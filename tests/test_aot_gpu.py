@@ -74,8 +74,8 @@ def test_a_training_step_runs_the_kernels_and_stacks_nothing():
     assert kernels["merge_forward"] == kernels["merge_backward"] == 6
     assert {name: n for name, n in kernels.items() if name.startswith("inter_block")} == {
         "inter_block_forward": 3,
-        "inter_block_scalars": 3,
-        "inter_block_gradients": 3,
+        "inter_block_backward": 3,
+        "inter_block_query_gradients": 3,
     }
     assert not found["stacks"]
 
@@ -113,5 +113,5 @@ def test_all_but_phase_1_backward_moves_next_to_nothing_twice():
     once = [row for row in moved if not row["pass"].startswith("inter_block_backward")]
     assert len({row["pass"] for row in once}) == 5
     assert max(row["over_minimum"] for row in once) <= 1.02
-    # What phase 1's one kernel forward reads again is in the cache.
+    # What a kernel of phase 1 reads again is in the cache.
     assert max(row["of_cache"] for row in rows if row.get("of_cache")) <= 1

@@ -38,8 +38,8 @@ class FinishedSources(NamedTuple):
     """Finished sources, as a read hands them on to the next one.
 
     Passing these on, and not the arrays, saves memory traffic where kernels compute the reads: the
-    gradients of all reads are added into one array for each source, in place, and no inverse RMS is
-    computed twice. Through XLA it changes nothing.
+    gradients of all reads are added into one array for each source, in place, and TPUs compute no
+    inverse RMS twice. Through XLA it changes nothing.
 
     Attributes:
         values: Arrays `[..., d]`.

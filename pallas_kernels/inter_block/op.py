@@ -76,7 +76,7 @@ def inter_block(
         implementation: Whose kernels.
         count: How many leading rows of the bank count, int32. The others are neither fetched nor
             touched, and get zero gradient.
-        inverse_rms: `r` of the leading sources, from an earlier result.
+        inverse_rms: `r` of the leading sources, from an earlier result. Saves work on TPUs.
         tiling: How those kernels are launched; None chooses it.
         interpret: Passed to `pallas_call`: how to run TPU kernels on a CPU.
 

@@ -1,17 +1,19 @@
 """Phase 1 on NVIDIA GPUs: S reads of the finished sources in Triton kernels, and their gradient.
 
-All products run on the matrix units. Forward, a program finds the logits of a few tokens, all
-sources and reads in one product, and then reads their sources again for the outputs: the
-second-level cache holds what programs have in hand. Backward, one kernel finds every scalar of a
-token, in products of its sources and cotangents; a second one owns some columns of many tokens, and
-computes there the sources' gradients and one float32 row of the queries'; a last one adds these
-rows in a fixed order. So sources and cotangents are read twice.
+All products run on the matrix units. A program has a few tokens. Forward, it finds their logits, of
+all sources and reads in one product, and then reads the sources again for the outputs. Backward, it
+finds every scalar of a token, in products of its sources and cotangents, and reads both again for
+the sources' gradients. The second time the second-level cache has them: `triton_tiling` takes no
+more tokens than it holds. Gradients of the queries sum over tokens, so a second kernel backward
+owns some columns of many of them, and computes one float32 row; a last one adds these rows in a
+fixed order.
 
-A program that keeps a token's sources would have to multiply them by all queries in its vector
-units, which takes longer than to read them again.
+A program that keeps a token's rows would have to multiply them by all queries in its vector units,
+which takes longer than to read them again.
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,23 +157,25 @@ def backward(
         dvalues = jnp.zeros_like(values)  # Each launch adds to its own rows of the one array.
     capability = {"compute_capability": tiling.compute_capability}
 
-    def find_scalars(start, stop, *, delta, delta_only):
-        n = stop - start
+    def launch_backward(start, stop, *, delta, delta_only):
+        n, updated = stop - start, {}
+        outputs: dict[str, Any] = {"coefficients": ((num_tokens, n, num_reads), jnp.float32)}
         if delta_only:
             outputs = {"new_delta": ((num_reads, num_tokens), jnp.float32)}
+        elif dvalues is not None:
+            updated["accumulated"] = _of_launch(dvalues, start, stop)
+        elif isinstance(values, jax.Array):
+            outputs["g0"] = (values.shape, values.dtype)
         else:
-            outputs = {
-                "weights": ((num_tokens, n, num_reads), jnp.float32),
-                "coefficients": ((num_tokens, n, num_reads), jnp.float32),
-                "radial": ((n, num_tokens), jnp.float32),
-            }
-        step = tiling.scalars
+            outputs |= {f"g{i}": (x.shape, x.dtype) for i, x in enumerate(values[start:stop])}
+        optional = ("new_delta", "coefficients", *(f"g{i}" for i in range(MAX_SOURCES)))
         return launch(
-            kernels.scalars_kernel,
-            name="inter_block_delta" if delta_only else "inter_block_scalars",
+            kernels.backward_kernel,
+            name="inter_block_delta" if delta_only else "inter_block_backward",
             inputs={
                 "values": _of_launch(values, start, stop),
                 "count_ptr": count,
+                "folded": _parts(folded_sd, values[0].dtype),
                 "lse": lse_st,
                 "logits": logits_snt[:, start:stop],
                 "inverse_rms": inverse_rms_nt[start:stop],
@@ -180,50 +184,36 @@ def backward(
                 "dlogits": None if dlogits_snt is None else dlogits_snt[:, start:stop],
                 "delta": delta,
                 "T": num_tokens,
-            },
-            outputs=outputs,
-            unused=["weights", "coefficients", "radial"] if delta_only else ["new_delta"],
-            constants={
-                **_constants(n, num_reads, width, count, start),
-                **_padded(n, num_reads),
-                **_step(step),
-            },
-            grid=(cdiv(num_tokens, step.tokens),),
-            num_warps=step.num_warps,
-            **capability,
-        )
-
-    def find_gradients(start, stop, scalars):
-        n, step, rows = stop - start, tiling.gradients, cdiv(num_tokens, tiling.row_tokens)
-        folded, padded = _parts(folded_sd, values[0].dtype), _padded(n, num_reads)
-        stacked = len(folded) == 2 and 2 * num_reads <= padded["S_PAD"]
-        updated, outputs = {}, {}
-        if dvalues is not None:
-            updated["accumulated"] = _of_launch(dvalues, start, stop)
-        elif isinstance(values, jax.Array):
-            outputs["g0"] = (values.shape, values.dtype)
-        else:
-            outputs |= {f"g{i}": (x.shape, x.dtype) for i, x in enumerate(values[start:stop])}
-        outputs["partials"] = ((rows, num_reads, width), jnp.float32)
-        return launch(
-            kernels.gradients_kernel,
-            name="inter_block_gradients",
-            inputs={
-                "values": _of_launch(values, start, stop),
-                "count_ptr": count,
-                "folded": (jnp.concatenate(folded),) if stacked else folded,
-                "doutputs": doutputs,
-                **scalars,
-                "T": num_tokens,
                 **({} if updated else {"accumulated": None}),
             },
             outputs=outputs,
             updated=updated,
-            unused=[f"g{i}" for i in range(MAX_SOURCES) if f"g{i}" not in outputs],
+            unused=[name for name in optional if name not in outputs],
             constants={
                 **_constants(n, num_reads, width, count, start),
-                **padded,
-                "STACKED": stacked,
+                **_padded(n, num_reads),
+                **_step(tiling.backward),
+            },
+            grid=(cdiv(num_tokens, tiling.backward.tokens),),
+            num_warps=tiling.backward.num_warps,
+            **capability,
+        )
+
+    def launch_query_gradients(start, stop, coefficients):
+        n, step, rows = stop - start, tiling.query_gradients, cdiv(num_tokens, tiling.row_tokens)
+        found = launch(
+            kernels.query_gradients_kernel,
+            name="inter_block_query_gradients",
+            inputs={
+                "values": _of_launch(values, start, stop),
+                "count_ptr": count,
+                "coefficients": coefficients,
+                "T": num_tokens,
+            },
+            outputs={"partials": ((rows, num_reads, width), jnp.float32)},
+            constants={
+                **_constants(n, num_reads, width, count, start),
+                **_padded(n, num_reads),
                 "ROW_TOKENS": tiling.row_tokens,
                 **_step(step),
             },
@@ -231,16 +221,17 @@ def backward(
             num_warps=step.num_warps,
             **capability,
         )
+        return found["partials"]
 
     if delta_st is None and len(groups) > 1:
         for start, stop in groups:
-            delta_st = find_scalars(start, stop, delta=delta_st, delta_only=True)["new_delta"]
+            found = launch_backward(start, stop, delta=delta_st, delta_only=True)
+            delta_st = found["new_delta"]
 
     gradients, partials = [], []
     for start, stop in groups:
-        scalars = find_scalars(start, stop, delta=delta_st, delta_only=False)
-        found = find_gradients(start, stop, scalars)
-        partials.append(found["partials"])
+        found = launch_backward(start, stop, delta=delta_st, delta_only=False)
+        partials.append(launch_query_gradients(start, stop, found["coefficients"]))
         if dvalues is not None:
             gradients += found["accumulated"]
             if count is not None:

@@ -214,9 +214,10 @@ def forward_kernel(
 
 
 @triton.jit
-def scalars_kernel(
+def backward_kernel(
     values,
     count_ptr,
+    folded,
     lse,
     logits,
     inverse_rms,
@@ -224,11 +225,26 @@ def scalars_kernel(
     dlse,
     dlogits,
     delta,
+    accumulated,
     T,
     new_delta,
-    weights,
     coefficients,
-    radial,
+    g0,
+    g1,
+    g2,
+    g3,
+    g4,
+    g5,
+    g6,
+    g7,
+    g8,
+    g9,
+    g10,
+    g11,
+    g12,
+    g13,
+    g14,
+    g15,
     N: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -240,7 +256,8 @@ def scalars_kernel(
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Everything about a token that is no row of the width, see `triton_gpu.backward`."""
+    """Coefficients and sources' gradients of some tokens, or their share of delta alone."""
+    fresh = (g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11, g12, g13, g14, g15)
     T = tl.cast(T, tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     in_range = tokens < T
@@ -302,53 +319,63 @@ def scalars_kernel(
             dlogit += p * pull[:, :, None]
         if dlogits is not None:
             dlogit += tl.load(dlogits + offsets, mask=mask, other=0.0)
-        n_offsets = n_axis[None, :] * T + tokens[:, None]
-        n_mask = in_range[:, None] & counts[None, :]
-        n_exists = in_range[:, None] & (n_axis < N)[None, :]
-        r = tl.load(inverse_rms + n_offsets, mask=n_mask, other=0.0)
-        pulls = tl.sum(dlogit * tl.where(mask, logit, 0.0), 1)
-        tl.store(radial + n_offsets, pulls * r * r / D, mask=n_exists)
-        # For the other kernel, [t, n, s].
-        exists = s_mask[:, :, None] & (n_axis < N)[None, None, :]
-        offsets = (tokens[:, None, None] * N + n_axis[None, None, :]) * S + s_axis[None, :, None]
-        tl.store(weights + offsets, p, mask=exists)
-        tl.store(coefficients + offsets, dlogit * r[:, None, :], mask=exists)
+        r = tl.load(
+            inverse_rms + n_axis[None, :] * T + tokens[:, None],
+            mask=in_range[:, None] & counts[None, :],
+            other=0.0,
+        )
+        radial = tl.sum(dlogit * tl.where(mask, logit, 0.0), 1) * r * r / D
+        # [t, n, s] from here on.
+        p = tl.trans(p, (0, 2, 1))
+        c = tl.trans(dlogit * r[:, None, :], (0, 2, 1))
+        offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + s_axis[None, None, :]
+        exists = s_mask[:, None, :] & (n_axis < N)[None, :, None]
+        tl.store(coefficients + offsets, c, mask=exists)
+        if accumulated is not None:
+            gradients = _sources(accumulated, T, N, N_PAD, D, BANK, FIRST)
+        else:
+            gradients = _sources(fresh, T, N, N_PAD, D, BANK, FIRST)
+        for chunk in tl.range(0, tl.cdiv(D, COLUMNS), num_stages=STAGES):
+            column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+            do = tl.load(
+                _addresses(cotangents, tokens, column, D),
+                mask=_mask(s_axis < S, in_range, column, D),
+                other=0.0,
+            )
+            v_mask = _mask(counts, in_range, column, D)
+            v = tl.load(_addresses(sources, tokens, column, D), mask=v_mask, other=0.0)
+            w_offsets = s_axis[:, None] * D + column[None, :]
+            w_mask = (s_axis < S)[:, None] & (column < D)[None, :]
+            w = tl.load(folded[0] + w_offsets, mask=w_mask, other=0.0)
+            w = tl.broadcast_to(w[None, :, :], (TOKENS, S_PAD, COLUMNS))
+            dv = _exact_dot(p, do, tl.zeros((TOKENS, N_PAD, COLUMNS), tl.float32))
+            dv = _exact_dot(c, w, dv)
+            if len(folded) == 2:
+                w_low = tl.load(folded[1] + w_offsets, mask=w_mask, other=0.0)
+                w_low = tl.broadcast_to(w_low[None, :, :], (TOKENS, S_PAD, COLUMNS))
+                dv = tl.dot(c.to(tl.bfloat16), w_low, dv)
+            dv -= radial[:, :, None] * v.to(tl.float32)
+            addresses = _addresses(gradients, tokens, column, D)
+            if accumulated is not None:
+                # Rows past the count keep what they have.
+                dv += tl.load(addresses, mask=v_mask, other=0.0).to(tl.float32)
+                tl.store(addresses, dv.to(v.dtype), mask=v_mask)
+            else:
+                tl.store(addresses, dv.to(v.dtype), mask=_mask(n_axis < N, in_range, column, D))
 
 
 @triton.jit
-def gradients_kernel(
+def query_gradients_kernel(
     values,
     count_ptr,
-    folded,
-    doutputs,
-    weights,
     coefficients,
-    radial,
-    accumulated,
     T,
-    g0,
-    g1,
-    g2,
-    g3,
-    g4,
-    g5,
-    g6,
-    g7,
-    g8,
-    g9,
-    g10,
-    g11,
-    g12,
-    g13,
-    g14,
-    g15,
     partials,
     N: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     N_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
-    STACKED: tl.constexpr,
     ROW_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -356,12 +383,7 @@ def gradients_kernel(
     FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Some columns of the sources' gradients, and of a partial row of the queries'.
-
-    STACKED: the low parts of the queries are further rows of the array of the high ones. Where both
-    fit a tile, with every coefficient twice, they take half of the registers.
-    """
-    fresh = (g0, g1, g2, g3, g4, g5, g6, g7, g8, g9, g10, g11, g12, g13, g14, g15)
+    """Some columns of a partial row of the queries' gradients."""
     T = tl.cast(T, tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     n_axis = tl.arange(0, N_PAD)
@@ -372,61 +394,16 @@ def gradients_kernel(
         count = tl.load(count_ptr)
     counts = n_axis < tl.minimum(count - FIRST, N)
     sources = _sources(values, T, N, N_PAD, D, BANK, FIRST)
-    cotangents = _pointers(doutputs, S, S_PAD)
-    if accumulated is not None:
-        gradients = _sources(accumulated, T, N, N_PAD, D, BANK, FIRST)
-    else:
-        gradients = _sources(fresh, T, N, N_PAD, D, BANK, FIRST)
-    of_part = s_axis
-    has_part = s_mask
-    if STACKED:
-        of_part = s_axis % S
-        has_part = s_axis < 2 * S
-    w_offsets = s_axis[:, None] * D + column[None, :]
-    w_mask = has_part[:, None] & (column < D)[None, :]
-    w = tl.load(folded[0] + w_offsets, mask=w_mask, other=0.0)
-    w = tl.broadcast_to(w[None, :, :], (TOKENS, S_PAD, COLUMNS))
-    if len(folded) == 2:
-        w_low = tl.load(folded[1] + w_offsets, mask=w_mask, other=0.0)
-        w_low = tl.broadcast_to(w_low[None, :, :], (TOKENS, S_PAD, COLUMNS))
     of_query = tl.zeros((S_PAD, COLUMNS), tl.float32)
     first = tl.program_id(1).to(tl.int64) * ROW_TOKENS
-    # Where the queries are float32, registers do not hold what could be moved out of the loop.
-    WIDE: tl.constexpr = folded[0].dtype.element_ty == tl.float32
-    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES, disable_licm=WIDE):
+    for step in tl.range(0, ROW_TOKENS // TOKENS, num_stages=STAGES):
         tokens = first + step * TOKENS + tl.arange(0, TOKENS)
-        in_range = tokens < T
-        do = tl.load(
-            _addresses(cotangents, tokens, column, D),
-            mask=_mask(s_mask, in_range, column, D),
+        v = tl.load(
+            _addresses(sources, tokens, column, D),
+            mask=_mask(counts, tokens < T, column, D),
             other=0.0,
         )
-        v_mask = _mask(counts, in_range, column, D)
-        v = tl.load(_addresses(sources, tokens, column, D), mask=v_mask, other=0.0)
-        # [t, n, s]
-        offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + s_axis[None, None, :]
-        mask = in_range[:, None, None] & counts[None, :, None] & s_mask[None, None, :]
-        p = tl.load(weights + offsets, mask=mask, other=0.0)
-        dv = _exact_dot(p, do, tl.zeros((TOKENS, N_PAD, COLUMNS), tl.float32))
-        offsets = (tokens[:, None, None] * N + n_axis[None, :, None]) * S + of_part[None, None, :]
-        mask = in_range[:, None, None] & counts[None, :, None] & has_part[None, None, :]
-        c = tl.load(coefficients + offsets, mask=mask, other=0.0)
-        dv = _exact_dot(c, w, dv)
-        if len(folded) == 2:
-            dv = tl.dot(c.to(tl.bfloat16), w_low, dv)
-        n_offsets = n_axis[None, :] * T + tokens[:, None]
-        n_mask = in_range[:, None] & counts[None, :]
-        pull = tl.load(radial + n_offsets, mask=n_mask, other=0.0)
-        dv -= pull[:, :, None] * v.to(tl.float32)
-        addresses = _addresses(gradients, tokens, column, D)
-        if accumulated is not None:
-            # Rows past the count keep what they have.
-            dv += tl.load(addresses, mask=v_mask, other=0.0).to(tl.float32)
-            tl.store(addresses, dv.to(v.dtype), mask=v_mask)
-        else:
-            tl.store(addresses, dv.to(v.dtype), mask=_mask(n_axis < N, in_range, column, D))
-
-        # The same coefficients as [s, (t, n)].
+        # [s, (t, n)]
         row = tl.arange(0, TOKENS * N_PAD)
         row_token, row_n = first + step * TOKENS + row // N_PAD, row % N_PAD
         row_mask = (row_token < T) & (row_n < tl.minimum(count - FIRST, N))

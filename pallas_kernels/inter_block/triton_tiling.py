@@ -46,16 +46,16 @@ class Tiling:
         compute_capability: Of the GPU that the kernels are compiled for: 80, 90, 100, ...
         sources_per_launch: Sources that a launch reads; more take several launches.
         forward: The forward pass's kernel.
-        scalars: The backward pass's first kernel.
-        gradients: Its second kernel.
+        backward: The backward pass's first kernel.
+        query_gradients: Its second kernel.
         row_tokens: Tokens whose contributions to a query's gradient are summed into one row.
     """
 
     compute_capability: int
     sources_per_launch: int
     forward: Step
-    scalars: Step
-    gradients: Step
+    backward: Step
+    query_gradients: Step
     row_tokens: int
 
     def __post_init__(self):
@@ -63,11 +63,11 @@ class Tiling:
             raise ValueError(
                 f"sources_per_launch: 1 to {MAX_SOURCES}, got {self.sources_per_launch}"
             )
-        least = max(32, self.gradients.tokens)
-        if self.row_tokens < least or self.row_tokens % self.gradients.tokens:
+        least = max(32, self.query_gradients.tokens)
+        if self.row_tokens < least or self.row_tokens % self.query_gradients.tokens:
             raise ValueError(
-                f"row_tokens: at least {least} and a multiple of {self.gradients.tokens}"
-                f" (gradients.tokens), got {self.row_tokens}"
+                f"row_tokens: at least {least} and a multiple of {self.query_gradients.tokens}"
+                f" (query_gradients.tokens), got {self.row_tokens}"
             )
 
 
@@ -86,21 +86,41 @@ class Gpu:
 
 GPUS = {80: Gpu(108, 40 * 2**20), 90: Gpu(132, 50 * 2**20), 100: Gpu(148, 126 * 2**20)}
 
-# Backward, the fastest of some tens on an H200, in bfloat16; for many reads, gradients have more
-# warps than that, as the fastest spilled registers. Forward, what spills none.
-_FEW_READS = {
-    "forward": Step(num_warps=8, tokens=4, columns=128, num_stages=3),
-    "scalars": Step(num_warps=1, tokens=1, columns=128, num_stages=3),
-    "gradients": Step(num_warps=4, tokens=2, columns=128, num_stages=2),
-    "row_tokens": 128,
-}
-_MANY_READS = _FEW_READS | {
-    "gradients": Step(num_warps=4, tokens=2, columns=64, num_stages=2),
-    "row_tokens": 256,
-}
-_BOTH = {16: _FEW_READS, 24: _MANY_READS}
-LAUNCHES: dict[int, dict[int, dict[str, Any]]] = {80: _BOTH, 90: _BOTH, 100: _BOTH}
-"""By compute capability and the most reads that they are for."""
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """Steps that spill no register.
+
+    A program of the first two kernels reads its rows twice. So that it finds them in the cache the
+    second time, the first of several steps is taken whose programs have few enough rows in hand.
+
+    Attributes:
+        forward: Of the forward pass's kernel.
+        backward: Of the backward pass's first kernel.
+        query_gradients: Of its second kernel.
+        row_tokens: As in `Tiling`.
+    """
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    query_gradients: Step
+    row_tokens: int
+
+
+_LAUNCHES = Launches(
+    forward=(Step(8, 4, 128, 3), Step(8, 2, 128, 3), Step(16, 1, 256, 3)),
+    backward=(Step(8, 2, 128, 2), Step(16, 1, 256, 3)),
+    query_gradients=Step(4, 2, 128, 3),
+    row_tokens=128,
+)
+LAUNCHES = {80: _LAUNCHES, 90: _LAUNCHES, 100: _LAUNCHES}
+"""By compute capability; in bfloat16."""
+# Products of float32 take twice the registers, and float16 is multiplied as such in places.
+_FLOAT16 = {"forward": (Step(8, 2, 64, 2),)}
+_FLOAT32 = _FLOAT16 | {"backward": (Step(8, 2, 32, 2),), "query_gradients": Step(4, 2, 64, 3)}
+OF_DTYPE: dict[str, dict[str, Any]] = {"bfloat16": {}, "float16": _FLOAT16, "float32": _FLOAT32}
+WARPS_A_MULTIPROCESSOR = 16
+"""So many run at once, by the registers that these steps take."""
 
 
 def choose_tiling(
@@ -112,28 +132,25 @@ def choose_tiling(
         ValueError: A GPU older than 8.0, or an unsupported dtype.
     """
     dtype = jnp.dtype(dtype)
+    gpu = launches_for(GPUS, dtype, compute_capability)
     launches = launches_for(LAUNCHES, dtype, compute_capability)
-    most_reads = min((most for most in launches if num_reads <= most), default=max(launches))
-    launch = launches[most_reads]
+    launches = dataclasses.replace(launches, **OF_DTYPE[dtype.name])
     num_launches = -(-num_sources // MAX_SOURCES)
     sources_per_launch = -(-num_sources // num_launches)
 
-    changes: dict[str, dict[str, int]] = {}
-    gpu = launches_for(GPUS, dtype, compute_capability)
-    # Two programs share a multiprocessor, and have half of their sources still to read again.
-    in_hand = gpu.multiprocessors * launch["forward"].tokens
-    in_hand *= sources_per_launch * width * dtype.itemsize
-    if in_hand > gpu.cache:
-        changes["forward"] = {"tokens": 2}
-    if dtype != jnp.bfloat16:
-        # Products of float32 take twice the registers, and float16 is multiplied as such.
-        changes["forward"] = {"tokens": 2, "columns": 64, "num_stages": 2}
-    if dtype == jnp.float32:
-        changes["scalars"] = {"columns": launch["scalars"].columns // 2}
-        changes["gradients"] = {"columns": 32}
-    launch = launch | {k: dataclasses.replace(launch[k], **v) for k, v in changes.items()}
+    def fitting(steps: tuple[Step, ...], rows: int) -> Step:
+        for step in steps:
+            programs = gpu.multiprocessors * WARPS_A_MULTIPROCESSOR // step.num_warps
+            # On average, a program has read half of its rows and not yet read them again.
+            if programs * step.tokens * rows * width * dtype.itemsize / 2 <= gpu.cache:
+                return step
+        return steps[-1]
+
     return Tiling(
         compute_capability=compute_capability,
         sources_per_launch=sources_per_launch,
-        **launch,
+        forward=fitting(launches.forward, sources_per_launch),
+        backward=fitting(launches.backward, sources_per_launch + num_reads),
+        query_gradients=launches.query_gradients,
+        row_tokens=launches.row_tokens,
     )

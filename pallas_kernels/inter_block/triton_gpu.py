@@ -239,7 +239,9 @@ def backward(
         else:
             gradients += [found[f"g{i}"] for i in range(stop - start) if f"g{i}" in found]
     dfolded_sd = row_sums(_join(partials, axis=0), **capability)
-    return gradients[-1] if count is not None else tuple(gradients), dfolded_sd
+    dvalues = gradients[-1] if count is not None else tuple(gradients)
+    # Together, or a compiler puts off the queries' gradients and keeps all sources for them.
+    return jax.lax.optimization_barrier((dvalues, dfolded_sd))
 
 
 def _constants(n: int, s: int, d: int, count: jax.Array | None, start: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ it takes the bytes that the kernel declares. Compiling takes many minutes.
 import dataclasses
 import os
 import re
+import sys
 from typing import Any, Literal
 
 # A compiler runs on any machine, beside JAX on the CPU.
@@ -64,8 +65,7 @@ def compile_step(settings: Settings, topology: Topology, **fields: Any) -> Any:
         **layers,
         **fields,
     )
-    device = described_devices(topology)[0]
-    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(described_devices(topology)[:1]), ("data",), axis_types=(AxisType.Auto,))
     model = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     optimizer, schedule = optax.adamw(1e-3), optax.constant_schedule(1e-3)
@@ -84,7 +84,11 @@ def compile_step(settings: Settings, topology: Topology, **fields: Any) -> Any:
 
 def main(settings: Settings) -> None:
     """Compiles and prints one row for each kind of residual."""
-    topology = parse_topology(settings.topology)
+    try:
+        topology = parse_topology(settings.topology)
+        described_devices(topology)
+    except ValueError as error:
+        sys.exit(str(error))
     console = Console(stderr=True)
     rows: list[dict[str, Any]] = []
     kernels = "mosaic_tpu" if topology.is_tpu else "triton_gpu"

@@ -94,7 +94,7 @@ def test_a_block_needs_less_than_half_of_the_memory_that_xla_needs():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_kernels_keep_their_rows_in_registers_and_load_them_16_bytes_at_a_time(dtype):
+def test_kernels_hold_rows_in_registers_and_move_them_once_16_bytes_at_a_time(dtype):
     rows = rows_from("-m", "benchmarks.gpu_static", "--json", f"--dtype={dtype}")
     kernels = [row for row in rows if "kernel" in row]
     # Phase 1 has one forward and two backward, phase 2 and the single-phase read one each way; and
@@ -105,13 +105,12 @@ def test_kernels_keep_their_rows_in_registers_and_load_them_16_bytes_at_a_time(d
     assert not [row for row in held if row["spills"]]
     wide = {row["access_bytes"] for row in kernels if row["kernel"] != "sum_rows"}
     assert wide == ({"-"} if dtype == "float32" else {"16"})
+    # What a kernel of phase 1 reads again is in the cache; float32 rows are too long for that.
+    shares = [row["of_cache"] for row in kernels if row["kernel"].startswith("inter_block")]
+    assert dtype == "float32" or max(share for share in shares if share) <= 1
 
-
-def test_all_but_phase_1_backward_moves_next_to_nothing_twice():
-    rows = rows_from("-m", "benchmarks.gpu_static", "--json")
     moved = [row for row in rows if "pass" in row]
     once = [row for row in moved if not row["pass"].startswith("inter_block_backward")]
     assert len({row["pass"] for row in once}) == 5
     assert max(row["over_minimum"] for row in once) <= 1.02
-    # What a kernel of phase 1 reads again is in the cache.
-    assert max(row["of_cache"] for row in rows if row.get("of_cache")) <= 1
+    assert max(row["over_minimum"] for row in moved) < 1.5

@@ -57,7 +57,7 @@ def compile_step(
     num_layers: int = LAYERS,
     block_size: int = BLOCK_SIZE,
 ) -> jax.stages.Compiled:
-    """AdamW on the loss of a model whose blocks are too short to scan anything."""
+    """AdamW on the loss of a model; blocks of the default size are too short to scan anything."""
     config = ModelConfig(
         vocab_size=512,
         width=D,

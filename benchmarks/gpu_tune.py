@@ -53,7 +53,7 @@ STEPS = {  # warps, tokens, columns, stages
     ],
 }
 ROW_TOKENS = (128, 256)
-MERGE = [(4, 1), (4, 2), (8, 1), (8, 2), (16, 1)]  # warps, tokens
+MERGE = [(4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)]  # warps, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ def candidates(settings: Settings, values, cotangents) -> list[Candidate]:
         base_2 = choose_phase_2(t, d, jnp.bfloat16, compute_capability=capability, backward=back)
         for warps, tokens in MERGE:
             columns = 256 * warps // tokens
-            for row_tokens in (32, 64) if back else (base_2.row_tokens,):
+            for row_tokens in (32, 64, base_2.row_tokens) if back else (base_2.row_tokens,):
                 tiling = dataclasses.replace(
                     base_2,
                     num_warps=warps,

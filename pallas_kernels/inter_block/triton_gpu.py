@@ -3,10 +3,10 @@
 All products run on the matrix units. A program has a few tokens. Forward, it finds their logits, of
 all sources and reads in one product, and then reads the sources again for the outputs. Backward, it
 finds every scalar of a token, in products of its sources and cotangents, and reads both again for
-the sources' gradients. The second time the second-level cache has them: `triton_tiling` takes no
-more tokens than it holds. Gradients of the queries sum over tokens, so a second kernel backward
-owns some columns of many of them, and computes one float32 row; a last one adds these rows in a
-fixed order.
+the sources' gradients. The second time they should come from the second-level cache: a launch takes
+no more tokens than it holds on average, see `triton_tiling`. Gradients of the queries sum over
+tokens, so a second kernel backward owns some columns of many of them, and computes one float32 row;
+a last one adds these rows in a fixed order.
 
 A program that keeps a token's rows would have to multiply them by all queries in its vector units,
 which takes longer than to read them again.

@@ -2,9 +2,9 @@
 
 Arrays of the tokens' width are [t, d], statistics [s, t], [n, t] or [s, n, t], float32. A program
 has tiles of a few tokens, all sources or all reads, and some columns: [t, n, c] or [t, s, c], whose
-products over c, n or s the matrix units compute token by token. Pointers to outputs are parameters
-of their own, because jax_triton takes tuples for inputs only; a launch with fewer outputs leaves
-the last ones out.
+products over c, n or s the matrix units compute token by token; logits and sums over tokens are
+products of all rows [(t, n), c] at once. Pointers to outputs are parameters of their own, because
+jax_triton takes tuples for inputs only; a launch with fewer outputs leaves the last ones out.
 """
 
 import triton

@@ -59,10 +59,12 @@ row = array(T, D)
 arguments = ((row,) * N, array(S, D, dtype=jnp.float32), array(D, dtype=jnp.float32),
              row, row, row, (row,) * N)
 jitted = jax.jit(block, donate_argnums=(6,))
-compiled = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+compiled = lowered.compile()
 memory = compiled.memory_analysis()
 print("FOUND" + json.dumps({
     "hlo": compiled.as_text(),
+    "barriers": lowered.as_text().count("optimization_barrier"),
     "temporary": memory.temp_size_in_bytes,
     "aliased": memory.alias_size_in_bytes,
 }))
@@ -96,6 +98,8 @@ def test_a_program_for_a_described_h200_calls_the_kernels():
     row = 256 * 512 * 2
     # The sources' gradients are added in place.
     assert found["aliased"] >= 3 * row
+    # Phase 1's gradients come together: put off, the queries' would keep all sources until then.
+    assert found["barriers"] == 1
     # Nothing stacks the sources or the outputs of the reads.
     assert not re.findall(r"bf16\[[2-9],256,512\]", hlo)
     assert found["temporary"] < 6 * row
